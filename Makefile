@@ -1,0 +1,28 @@
+# Two commands matter: `make run` and `make test`. Both set everything up in .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test format clean
+
+run: .venv/ready
+	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
+
+test: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist worksteal src tests
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs
+
+# constraints.txt pins every version, torch's CPU build among them; the package itself asks for a range.
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprior needs Python 3.11 or newer; say which with make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,5 @@
+"""`python -m fedprior`."""
+
+from fedprior.cli import main
+
+main()

@@ -1,0 +1,111 @@
+"""Algorithms by name. Each is a prior, a way to take the M-step, and the paper's settings as defaults."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedprior.em import Algorithm
+from fedprior.network import Network
+from fedprior.optimisers import Optimiser
+from fedprior.priors import Gaussian, SpikeSlab
+from fedprior.settings import nearest, resolve
+from fedprior.units import Gating, UnitGating, WeightGating, find_structure
+
+SGD = Optimiser("SGD", {"lr": 0.05})
+ADAM = Optimiser("Adam", {"lr": 1e-3})
+
+
+def gaussian(
+    network: Network,
+    *,
+    precision: float = 0.0,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+) -> Algorithm:
+    """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
+    server = {"weights": server_optimiser} if server_optimiser else None
+    return Algorithm(Gaussian(precision), {"weights": local_optimiser}, server)
+
+
+def spike_slab(
+    network: Network,
+    *,
+    structured: bool = True,
+    lambda0: float = 5e-6,
+    precision: float = 0.0,
+    cross_entropy: float = 1e-4,
+    temperature: float = 1e-3,
+    theta_start: float = 0.99,
+    prune_below: float = 0.1,
+    prune_server: bool = True,
+    gate_output: bool = False,
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    local_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-3}),
+    server_optimiser: Optimiser | None = ADAM,
+    server_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-2}),
+) -> Algorithm:
+    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
+    prior = SpikeSlab(
+        gating=_gating(network, structured, gate_output, ungated, floor),
+        lambda0=lambda0,
+        precision=precision,
+        cross_entropy=cross_entropy,
+        temperature=temperature,
+        theta_start=theta_start,
+        prune_below=prune_below,
+        prune_server=prune_server,
+    )
+    local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
+    server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
+    return Algorithm(prior, local, server)
+
+
+def _gating(network: Network, structured: bool, gate_output: bool, ungated: tuple[str, ...], floor: int) -> Gating:
+    if structured:
+        structure = find_structure(network.module, network.example, gate_output=gate_output, ungated=ungated)
+        return UnitGating(structure, floor=floor)
+    return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named algorithm: its factory with some settings fixed otherwise, and what `fedprior algorithms` says of it."""
+
+    build: Callable[..., Algorithm]
+    prior: str
+    m_step: str
+    preset: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS: dict[str, Entry] = {
+    "fedavg": Entry(gaussian, "Gaussian, λ → 0", "mean"),
+    "fedprox": Entry(gaussian, "Gaussian, λ = μ", "mean", {"precision": 0.1}),
+    "fedavgm": Entry(gaussian, "Gaussian", "SGD with momentum", {"server_optimiser": "SGD(lr=1.0, momentum=0.9)"}),
+    "fedadam": Entry(gaussian, "Gaussian", "Adam", {"server_optimiser": "Adam(lr=0.001)"}),
+    "reptile": Entry(gaussian, "Gaussian", "one SGD step", {"server_optimiser": "SGD(lr=0.5)"}),
+    "fedsparse": Entry(spike_slab, "spike and slab over units", "Adam on w, Adamax on v"),
+    "fedsparse-unstructured": Entry(
+        spike_slab, "spike and slab over weights", "Adam on w, Adamax on v", {"structured": False}
+    ),
+}
+
+
+def entry(name: str) -> Entry:
+    """The algorithm of that name."""
+    if name not in ALGORITHMS:
+        raise nearest(name, ALGORITHMS, "algorithm")
+    return ALGORITHMS[name]
+
+
+def algorithm_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a named algorithm, those not given at their defaults."""
+    chosen = entry(name)
+    return resolve(chosen.build, {**chosen.preset, **given}, name)
+
+
+def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
+    """A named algorithm for a network: `algorithm("fedsparse", network, lambda0=5e-5)`."""
+    resolved = algorithm_settings(name, settings)
+    return replace(entry(name).build(network, **resolved), name=name, settings=resolved)

@@ -1,0 +1,176 @@
+"""The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from fedprior import runs
+from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
+from fedprior.errors import FedpriorError, SettingError
+from fedprior.progress import RunProgress
+from fedprior.report import markdown_table, summary_table
+from fedprior.settings import plain
+from fedprior.simulate import Result, RunFolder
+from fedprior.tasks import TASKS, task_options
+from fedprior.tasks import task as named_task
+from fedprior.version import __version__
+
+app = typer.Typer(
+    help="Federated learning as hard EM: an algorithm is a prior over client parameters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+Set = Annotated[
+    list[str],
+    typer.Option("--set", help="A setting of the run, task or algorithm: key=value. Repeatable.", show_default=False),
+]
+Rounds = Annotated[int | None, typer.Option(help="Rounds to train; the task's default if not given.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Cohort = Annotated[int | None, typer.Option("--clients-per-round", help="Clients in a round.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options before the command."""
+    if version:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.command("run")
+def run_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedavg",
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    clients_per_round: Cohort = None,
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
+    label: Annotated[str | None, typer.Option(help="A name for this setting of the algorithm.")] = None,
+    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+) -> None:
+    """Train one algorithm on one task."""
+    folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
+    result = _run(task, [algorithm], rounds, seed, clients_per_round, device, [folder], label, set_)
+    console.print(summary_table([r.summary for r in result]))
+    console.print(f"{folder}", highlight=False)
+
+
+@app.command()
+def compare(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithms: Annotated[str, typer.Option(help="Names, separated by commas.")] = "fedavg,fedsparse",
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    clients_per_round: Cohort = None,
+    device: Device = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
+    ] = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Train several algorithms on one task and print one table."""
+    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
+    folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
+    results = _run(task, names, rounds, seed, clients_per_round, device, [folder / name for name in names], None, set_)
+    summaries = [r.summary for r in results]
+    console.print(summary_table(summaries))
+    (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+    console.print(f"{folder / 'table.md'}", highlight=False)
+
+
+@app.command()
+def resume(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
+    """Go on where a run was stopped."""
+    folder = RunFolder(run)
+    config = folder.read_config()
+    with RunProgress(
+        console, str(config.get("run", {}).get("label", run)), int(config.get("run", {}).get("rounds", 0))
+    ) as progress:
+        result = runs.resume(run, progress=progress)
+    console.print(summary_table([result.summary]))
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks."""
+    table = Table("task", "what", "options")
+    for name, build in TASKS.items():
+        options = ", ".join(f"{key}={plain(value)}" for key, value in task_options(name, {}).items())
+        table.add_row(name, str(build.__doc__).strip().splitlines()[0], options)
+    console.print(table)
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms: prior, M-step and settings."""
+    for name in ALGORITHMS:
+        settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
+        console.print(f"[bold]{name}[/]  prior: {entry(name).prior}  M-step: {entry(name).m_step}", highlight=False)
+        console.print(Padding(escape(settings), (0, 0, 1, 4)), highlight=False)
+
+
+def _run(
+    task: str,
+    names: list[str],
+    rounds: int | None,
+    seed: int,
+    clients_per_round: int | None,
+    device: str,
+    folders: list[Path],
+    label: str | None,
+    set_: list[str],
+) -> list[Result]:
+    """Check everything first, then train one after the other."""
+    for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
+    given: dict[str, Any] = {**for_run, "seed": seed, "device": device}
+    given |= {"rounds": rounds} if rounds is not None else {}
+    given |= {"clients_per_round": clients_per_round} if clients_per_round is not None else {}
+    for folder in folders:
+        RunFolder(folder).check_unused()
+    results = []
+    for name, folder in zip(names, folders, strict=True):
+        built = named_task(task, seed=seed, **for_task)
+        chosen = algorithm(name, built.network, **{**built.algorithms.get(name, {}), **for_algorithms[name]})
+        total = runs.run_settings({**built.defaults, **given}, built).rounds
+        with RunProgress(console, label or name, total) as progress:
+            results.append(runs.run(built, chosen, out=folder, label=label, progress=progress, **given))
+    return results
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text:
+            raise SettingError(f"--set takes key=value, got {text!r}")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def main() -> None:
+    """The entry point: errors that are the user's to mend become one line and exit code 2."""
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except FedpriorError as error:
+        if debug:
+            raise
+        errors.print(f"[bold red]error:[/] {escape(' '.join(str(error).split()))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("stopped; `fedprior resume RUN` goes on from the last checkpoint")
+        sys.exit(130)

@@ -1,0 +1,19 @@
+"""Can this model be trained by many clients at once?"""
+
+from torch import nn
+
+from fedprior.errors import ModelError
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse what federated training cannot give a meaning to, and say what to use instead."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = (
+                "its running statistics are a state that each client's data moves away from the others'"
+                if module.track_running_stats
+                else "it makes an example's output depend on the other examples of its batch"
+            )
+            raise ModelError(f"module {name!r} is a {type(module).__name__}: {why}. Use GroupNorm or LayerNorm instead")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("the model has no trainable parameters")

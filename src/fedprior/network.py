@@ -1,0 +1,84 @@
+"""A model as a pure function of its parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fedprior import keys
+from fedprior.trees import Params
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets to one loss an example."""
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The default loss: softmax cross-entropy, one number an example."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class Network:
+    """An `nn.Module`, an example input (without the batch dimension), and its loss."""
+
+    module: nn.Module
+    example: Tensor
+    loss: Loss = cross_entropy
+    noisy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        noisy = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.module.modules())
+        object.__setattr__(self, "noisy", noisy)
+
+    def params(self) -> Params:
+        """A copy of the module's own parameters."""
+        return {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def predict(self, params: Params, x: Tensor) -> Tensor:
+        """The module's outputs with other parameters, without dropout."""
+        self.module.eval()
+        out: Tensor = torch.func.functional_call(self.module, params, (x,))
+        return out
+
+    def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
+        """The mean loss of a batch; examples of weight zero are padding."""
+        self.module.train()
+        if self.noisy:
+            with _KeyedDropout(key):
+                outputs = torch.func.functional_call(self.module, params, (x,))
+        else:
+            outputs = torch.func.functional_call(self.module, params, (x,))
+        losses = self.loss(outputs, y)
+        if weight is None:
+            return losses.mean()
+        return (losses * weight).sum() / weight.sum().clamp(min=1)
+
+
+class _KeyedDropout(TorchFunctionMode):
+    """Draws dropout's masks from a key, so that they are the same in every engine and after a resume."""
+
+    CHANNELWISE: ClassVar = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self.key = key
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.dropout and func not in self.CHANNELWISE:
+            return func(*args, **kwargs)
+        return self._drop(func, *args, **kwargs)
+
+    def _drop(self, func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return x
+        self.calls += 1
+        spatial = self.CHANNELWISE.get(func, 0)
+        shape = tuple(x.shape[: x.dim() - spatial]) + (1,) * spatial
+        u = keys.uniform(keys.fold(self.key, self.calls), shape, x.dtype)
+        return x * (u >= p).to(x.dtype) / (1 - p)

@@ -1,0 +1,111 @@
+"""torch.optim on trees: any of its optimisers, for one client, a stacked cohort, or the server.
+
+Almost all of torch's optimisers act element by element, so one step on parameters stacked over a cohort is one step of
+each client's own optimiser. Those that do not are listed here, and the simulator then trains clients in turn.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.trees import Tree
+
+NOT_ELEMENTWISE = {"Adafactor", "Muon"}
+UNUSABLE = {"LBFGS": "it needs to evaluate its loss again", "SparseAdam": "it wants sparse gradients"}
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """The name and settings of an optimiser in torch.optim: `Optimiser("Adam", {"lr": 1e-3})`."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kind = getattr(torch.optim, self.name, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or self.name == "Optimizer":
+            raise SettingError(f"torch.optim has no optimiser {self.name!r}")
+        if self.name in UNUSABLE:
+            raise SettingError(f"{self.name} cannot be used here: {UNUSABLE[self.name]}")
+        try:
+            self.build([torch.zeros(1, 1)])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SettingError(f"{self}: {error}") from error
+
+    @classmethod
+    def parse(cls, text: str) -> "Optimiser":
+        """From a call as one would write it: `Adam(lr=0.001, betas=(0.9, 0.99))`."""
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if isinstance(call, ast.Name):
+                return cls(call.id)
+            assert isinstance(call, ast.Call)
+            assert isinstance(call.func, ast.Name)
+            assert not call.args
+            return cls(call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+        except (SyntaxError, AssertionError, ValueError) as error:
+            raise SettingError(f"an optimiser is written like SGD(lr=0.05), got {text!r}") from error
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items())})"
+
+    def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
+        """The torch optimiser over these tensors."""
+        built: torch.optim.Optimizer = getattr(torch.optim, self.name)(tensors, **self.settings)
+        return built
+
+    @property
+    def lr(self) -> float:
+        """The step size."""
+        return float(self.build([torch.zeros(1, 1)]).defaults["lr"])
+
+
+class TreeOptimiser:
+    """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are."""
+
+    def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree) -> None:
+        self.values = {section: {k: v.detach().clone() for k, v in tree[section].items()} for section in optimisers}
+        self.optimisers = {
+            section: optimiser.build(list(self.values[section].values())) for section, optimiser in optimisers.items()
+        }
+
+    def step(self, grads: Tree) -> None:
+        """Descend, in place."""
+        for section, optimiser in self.optimisers.items():
+            for name, value in self.values[section].items():
+                value.grad = grads[section][name]
+            optimiser.step()
+            for value in self.values[section].values():
+                value.grad = None
+
+    def load(self, tree: Tree) -> None:
+        """Take other values; the optimisers keep their moments."""
+        for section, values in self.values.items():
+            for name, value in values.items():
+                value.copy_(tree[section][name])
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Each optimiser's moments: {section: {"exp_avg/fc.bias": tensor or number}}."""
+        out: dict[str, dict[str, Any]] = {}
+        for section, optimiser in self.optimisers.items():
+            names = list(self.values[section])
+            states = optimiser.state_dict()["state"]
+            out[section] = {
+                f"{key}/{names[i]}": value for i, moments in states.items() for key, value in moments.items()
+            }
+        return out
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of `state`."""
+        for section, optimiser in self.optimisers.items():
+            names = list(self.values[section])
+            moments: dict[int, dict[str, Any]] = {}
+            for path, value in state.get(section, {}).items():
+                key, name = path.split("/", 1)
+                moments.setdefault(names.index(name), {})[key] = value
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})

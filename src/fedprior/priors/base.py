@@ -1,0 +1,120 @@
+"""The one interface behind every algorithm: a prior p(φ | server) over client parameters.
+
+A prior says what the server knows, what it tells a client, what a client optimises, what it sends back and how the
+server learns from it. It is not an optimiser, a network or a data set, and it keeps no state: every method is a pure
+function of tensors, so that the same code runs for one client, for a vectorised cohort, and on a real device.
+
+Three views of the client's posterior q complete the density: `relax` (what the network runs with while it trains),
+`expect` (what the penalty sees) and `commit` (the hard assignment, which is what is sent).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedprior.trees import Gates, Params, Tree, count
+from fedprior.wire import Layout
+
+Term = Callable[[Tree, Tree], Tensor]
+"""One term of a log density, of an assignment and of what the server knows."""
+Explain = Callable[[Params], Tensor]
+"""A client's mean loss under given parameters; smaller explains the data better."""
+
+
+class Prior(ABC):
+    """Base of all priors. The defaults are those of a prior with one point in parameter space and no gates."""
+
+    # ------------------------------------------------------------------ the density
+    @abstractmethod
+    def terms(self) -> Mapping[str, Term]:
+        """log p(assignment | server) as named terms of unit scale, constants left out.
+
+        A term is a function of the assignment and of `server`, which is the server's state in the M-step and the packet
+        a client received in the E-step; it is differentiable in both.
+        """
+
+    @abstractmethod
+    def temper(self) -> Mapping[str, float]:
+        """The weight of each term in a client's objective; a term not named counts nothing."""
+
+    def log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+        """The sum of all terms at unit scale, which is what the M-step climbs."""
+        return torch.stack([term(assignment, server) for term in self.terms().values()]).sum()
+
+    def tempered_log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+        """The terms weighed by `temper`, which is what a client's objective holds; 0 where all weights are."""
+        terms, temper = self.terms(), self.temper()
+        weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if weight != 0]
+        return torch.stack(weighed).sum() if weighed else torch.zeros(())
+
+    # ------------------------------------------------------------------ the server
+    @abstractmethod
+    def init(self, params: Params) -> Tree:
+        """The server's state from a dense model."""
+
+    def prune(self, server: Tree) -> Tree:
+        """What the server drops from its own state before it speaks."""
+        return server
+
+    per_client: bool = False
+    """Whether `broadcast` says something different to each client."""
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        """The packet that the server sends."""
+        return {"weights": server["weights"]}
+
+    @abstractmethod
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """The closed-form M-step: the server that maximises Σ log p over stacked assignments."""
+
+    def predict(self, server: Tree) -> Params:
+        """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
+        return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
+
+    # ------------------------------------------------------------------ the client
+    def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
+        """Start q at the prior: the client's variables."""
+        return {"weights": packet["weights"]}
+
+    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
+        """A differentiable draw from q, for the network to run with."""
+        return local["weights"]
+
+    def expect(self, local: Tree, packet: Tree) -> Tree:
+        """The assignment that q expects, for the penalty."""
+        return {"weights": local["weights"], "gates": {}}
+
+    smooth: bool = True
+    """False: `log_prob` has a term that gradients do not serve, and `prox` takes its step."""
+
+    def prox(self, local: Tree, packet: Tree, lr: Tensor) -> Tree:
+        """The exact proximal step on the part of the penalty that is not smooth, after each step of size `lr`."""
+        return local
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        """The hard assignment φ*: the upload."""
+        return {"weights": local["weights"]}
+
+    def realise(self, upload: Tree, reference: Tree) -> Params:
+        """The parameters φ* that an upload stands for, given the packet or server state it refers to."""
+        return upload["weights"]
+
+    # ------------------------------------------------------------------ the wire
+    @abstractmethod
+    def downlink(self, server: Tree) -> Layout:
+        """The layout of a packet."""
+
+    @abstractmethod
+    def uplink(self, server: Tree) -> Layout:
+        """The layout of an upload."""
+
+    # ------------------------------------------------------------------ what the records say
+    def gates(self, state: Tree) -> Gates:
+        """Gate probabilities of a server's state or packet; empty where there are no gates."""
+        return {}
+
+    def effective_parameters(self, server: Tree) -> int:
+        """The size of the network that the server would ship."""
+        return count(self.predict(server))

@@ -1,0 +1,65 @@
+"""The Gaussian prior: FedAvg, FedProx and the FedOpt family.
+
+    log p(φ | w) = −λ/2 ‖φ − w‖² + const
+
+With λ → 0 the E-step is plain local training and the closed-form M-step is the mean: FedAvg. With λ > 0 it is FedProx.
+One optimiser step on the gradient Σ_s (φ_s − w) instead of the closed form is Reptile and FedOpt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.priors.base import Prior, Term
+from fedprior.trees import Params, Tree
+from fedprior.wire import Layout, Section
+
+
+@dataclass(frozen=True)
+class Gaussian(Prior):
+    """N(w, 1/λ) over every parameter; `precision` is λ."""
+
+    precision: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.precision >= 0:
+            raise SettingError(f"precision must be at least 0, got {self.precision}")
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ ‖φ − w‖²; λ is its temper in the E-step and part of the step size in the M-step."""
+        return -0.5 * squared_distance(assignment["weights"], server["weights"])
+
+    def temper(self) -> Mapping[str, float]:
+        return {"drift": self.precision}
+
+    def init(self, params: Params) -> Tree:
+        return {"weights": params}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """w = 1/S Σ_s φ_s."""
+        return {**server, "weights": {name: value.mean(0) for name, value in assignments["weights"].items()}}
+
+    def downlink(self, server: Tree) -> Layout:
+        return dense_layout(server["weights"])
+
+    def uplink(self, server: Tree) -> Layout:
+        return dense_layout(server["weights"])
+
+
+def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:
+    """Σ m (a − b)², where parameters without a mask count in full."""
+    mask = mask or {}
+    terms = [((a[name] - b[name]).square() * mask.get(name, 1.0)).sum() for name in b]
+    return torch.stack(terms).sum()
+
+
+def dense_layout(params: Params) -> Layout:
+    """Every parameter in full."""
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    return Layout({"weights": Section(shapes)}, dtype=next(iter(params.values())).dtype)

@@ -1,0 +1,222 @@
+"""The spike-and-slab prior: FedSparse.
+
+    z_g ~ Bern(θ_g),   φ | z = 1 ~ N(w, 1/λ),   φ | z = 0 ~ N(0, 1/λ₂),   λ₀ = ½ log(λ₂/λ)
+    θ_g = σ((‖w_g‖ − τ_g) / T),   τ_g = softplus(v_g)
+
+The server owns w and v. A client optimises its own w_s and v_s, starting at the server's, on
+
+    loss(w_s ⊙ z) + λ/2 Σ_j π_j (w_sj − w_j)² + λ₀ Σ_j π_j − κ Σ_g (π_g log θ_g + (1 − π_g) log(1 − θ_g))
+
+with z from the hard-concrete relaxation of Bern(π). The norms in θ and π are detached: thresholds decide, weights do
+not shrink to close a gate. j runs over parameters and g over gates.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedprior import keys
+from fedprior.errors import SettingError
+from fedprior.priors.base import Explain, Prior, Term
+from fedprior.priors.gaussian import squared_distance
+from fedprior.trees import Gates, Params, Tree
+from fedprior.units import Gating
+from fedprior.wire import Layout, Section
+
+# The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
+BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
+CLOSED = -40.0
+"""The logit of a gate that the server has closed for good: σ(−40) is zero in every sum."""
+
+
+@dataclass(frozen=True)
+class SpikeSlab(Prior):
+    """Spike and slab with magnitude thresholds, unit by unit or weight by weight as `gating` says."""
+
+    gating: Gating
+    lambda0: float = 5e-6
+    """λ₀: what one active parameter costs."""
+    precision: float = 0.0
+    """λ: the pull of an active weight towards the server's."""
+    cross_entropy: float = 1e-4
+    """κ: how much a client's gates heed the server's; the paper scales this term down."""
+    temperature: float = 1e-3
+    """T: how soft the threshold is, in units of a group's norm."""
+    theta_start: float = 0.99
+    """θ at the start: dense."""
+    prune_below: float = 0.1
+    """ε: gates with θ ≤ ε are not part of the server's network."""
+    prune_server: bool = True
+    """Drop those gates from the server's state every round, so that they are not sent."""
+
+    def __post_init__(self) -> None:
+        for name in ("lambda0", "precision", "cross_entropy"):
+            if not getattr(self, name) >= 0:
+                raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.temperature > 0:
+            raise SettingError(f"temperature must be above 0, got {self.temperature}")
+        for name in ("theta_start", "prune_below"):
+            if not 0 < getattr(self, name) < 1:
+                raise SettingError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+
+    # ------------------------------------------------------------------ the density
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift, "l0": self.l0, "gates": self.agreement}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ Σ_j z_j (w_sj − w_j)², over the weights that are part of the client's network."""
+        mask = self.gating.mask(assignment["gates"])
+        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+
+    def l0(self, assignment: Tree, server: Tree) -> Tensor:
+        """−Σ_j z_j over parameters: a gate pays for each parameter it switches."""
+        sizes = self.gating.sizes()
+        return -torch.stack([gate.sum() * sizes[layer] for layer, gate in assignment["gates"].items()]).sum()
+
+    def agreement(self, assignment: Tree, server: Tree) -> Tensor:
+        """Σ_g z log θ + (1 − z) log(1 − θ), written as z ℓ − log(1 + e^ℓ) to stay finite when θ rounds to 0 or 1."""
+        gates = assignment["gates"]
+        terms = [(gates[layer] * logit - F.softplus(logit)).sum() for layer, logit in self.logits(server).items()]
+        return torch.stack(terms).sum()
+
+    def temper(self) -> Mapping[str, float]:
+        return {"drift": self.precision, "l0": self.lambda0, "gates": self.cross_entropy}
+
+    def logits(self, state: Tree) -> Gates:
+        """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
+        norms = self.gating.norms({name: value.detach() for name, value in state["weights"].items()})
+        logits = {layer: (norms[layer] - F.softplus(v)) / self.temperature for layer, v in state["thresholds"].items()}
+        if "gates" not in state:
+            return logits
+        return {layer: torch.where(state["gates"][layer] > 0, logit, CLOSED) for layer, logit in logits.items()}
+
+    def _thresholds(self, norms: Gates, logits: Gates) -> Gates:
+        """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
+        return {
+            layer: _inverse_softplus((norms[layer] - self.temperature * logits[layer]).clamp(min=1e-8))
+            for layer in norms
+        }
+
+    # ------------------------------------------------------------------ the server
+    def init(self, params: Params) -> Tree:
+        norms = self.gating.norms(params)
+        start = math.log(self.theta_start / (1 - self.theta_start))
+        logits = {layer: torch.full_like(norm, start) for layer, norm in norms.items()}
+        return {"weights": params, "thresholds": self._thresholds(norms, logits)}
+
+    def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
+        """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
+        logits = self.logits(server)
+        edge = math.log(self.prune_below / (1 - self.prune_below))
+        return self.gating.floor({layer: (logit > edge).to(logit.dtype) for layer, logit in logits.items()}, logits)
+
+    def prune(self, server: Tree) -> Tree:
+        """w ← I[θ > ε] w, and with a unit the weights that read it.
+
+        Losing columns shrinks the norm of the groups that read them, by more than T; without a counter-move one closed
+        unit would close the next layer. So v moves along and every surviving θ stays what it was. A gate that only the
+        floor keeps is opened again as at the start: kept but closed it would be dead weight.
+        """
+        gates, floored = self.open_gates(server)
+        if not self.prune_server:
+            return {**server, "floored": floored}
+        logits = self.logits(server)
+        weights = self.gating.prune(server["weights"], gates)
+        start = math.log(self.theta_start / (1 - self.theta_start))
+        edge = math.log(self.prune_below / (1 - self.prune_below))
+        kept = {layer: torch.where(logit > edge, logit, start) for layer, logit in logits.items()}
+        moved = self._thresholds(self.gating.norms(weights), kept)
+        before = self.gating.norms(server["weights"])
+        after = self.gating.norms(weights)
+        thresholds = {
+            # Untouched groups keep v to the last bit.
+            layer: torch.where(
+                (gates[layer] > 0) & ((before[layer] != after[layer]) | (logits[layer] <= edge)), moved[layer], v
+            )
+            for layer, v in server["thresholds"].items()
+        }
+        return {"weights": weights, "thresholds": thresholds, "floored": floored}
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        gates = self.open_gates(server)[0] if self.prune_server else self.gating.all_open(server["weights"])
+        return {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite.
+
+        A weight that no client sent keeps its value.
+        """
+        sent = torch.func.vmap(self.gating.mask)(assignments["gates"])
+        weights = {}
+        for name, values in assignments["weights"].items():
+            mask = sent.get(name, torch.ones_like(values))
+            total = mask.sum(0)
+            mean = (mask * values).sum(0) / total.clamp(min=1)
+            weights[name] = torch.where(total > 0, mean, server["weights"][name])
+        edge = 1 - self.theta_start
+        theta = {layer: gate.mean(0).clamp(edge, 1 - edge) for layer, gate in assignments["gates"].items()}
+        logits = {layer: (value / (1 - value)).log() for layer, value in theta.items()}
+        return {**server, "weights": weights, "thresholds": self._thresholds(self.gating.norms(weights), logits)}
+
+    def predict(self, server: Tree) -> Params:
+        weights = self.gating.prune(server["weights"], self.open_gates(server)[0])
+        return {name: value.unsqueeze(0) for name, value in weights.items()}
+
+    # ------------------------------------------------------------------ the client
+    def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
+        return {"weights": packet["weights"], "thresholds": packet["thresholds"]}
+
+    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
+        """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
+        gates = {}
+        for i, (layer, logit) in enumerate(self.logits({**local, "gates": packet["gates"]}).items()):
+            u = keys.uniform(keys.fold(key, i), tuple(logit.shape), logit.dtype)
+            gates[layer] = hard_concrete(logit, u)
+        return self.gating.apply(local["weights"], gates)
+
+    def expect(self, local: Tree, packet: Tree) -> Tree:
+        return {"weights": local["weights"], "gates": self.gates({**local, "gates": packet["gates"]})}
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        """z ~ Bern(π), exactly; what z leaves of w_s."""
+        logits = self.logits({**local, "gates": packet["gates"]})
+        drawn = {}
+        for i, (layer, logit) in enumerate(logits.items()):
+            u = keys.uniform(keys.fold(key, i), tuple(logit.shape), logit.dtype)
+            drawn[layer] = (u < logit.sigmoid()).to(logit.dtype)
+        gates, floored = self.gating.floor(drawn, logits)
+        return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
+
+    # ------------------------------------------------------------------ the wire
+    def downlink(self, server: Tree) -> Layout:
+        sections = {
+            "weights": Section(self.gating.shapes, self.gating.mask),
+            "thresholds": Section(self.gating.gate_shapes, dict),
+        }
+        return Layout(sections, self.gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+
+    def uplink(self, server: Tree) -> Layout:
+        sections = {"weights": Section(self.gating.shapes, self.gating.mask)}
+        return Layout(sections, self.gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+
+    # ------------------------------------------------------------------ what the records say
+    def gates(self, state: Tree) -> Gates:
+        return {layer: logit.sigmoid() for layer, logit in self.logits(state).items()}
+
+    def effective_parameters(self, server: Tree) -> int:
+        return int(self.gating.effective_parameters(self.open_gates(server)[0]))
+
+
+def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
+    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
+    location = logit + BETA * math.log(-GAMMA / ZETA)
+    s = ((u.log() - (-u).log1p() + location) / BETA).sigmoid()
+    return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def _inverse_softplus(x: Tensor) -> Tensor:
+    return x + (-(-x).expm1()).log()

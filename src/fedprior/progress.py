@@ -1,0 +1,51 @@
+"""A live line for a run: rounds, time left, accuracy, bytes. Silent when the output is not a terminal."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class RunProgress:
+    """A progress bar that is fed with records."""
+
+    def __init__(self, console: Console, label: str, rounds: int) -> None:
+        self.bytes = 0
+        self.accuracy = ""
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[news]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task(label, total=rounds, news="")
+
+    def __enter__(self) -> "RunProgress":
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        """Show one more round."""
+        self.bytes += record["bytes_up"] + record["bytes_down"]
+        if record.get("global_accuracy") is not None:
+            self.accuracy = f"accuracy {100 * record['global_accuracy']:.1f}%  "
+            if record["sparsity"] > 0:
+                self.accuracy += f"sparsity {100 * record['sparsity']:.0f}%  "
+        news = f"{self.accuracy}loss {record['train_loss']:.3f}  {self.bytes / 1e6:,.0f} MB"
+        self.progress.update(self.task, completed=record["round"], news=news)
+
+    def catch_up(self, records: list[dict[str, Any]]) -> None:
+        """Start from the records of an earlier session."""
+        for record in records:
+            self(record)

@@ -1,0 +1,131 @@
+"""Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.algorithms import algorithm_settings
+from fedprior.em import Algorithm
+from fedprior.errors import RunError
+from fedprior.settings import Option, convert, nearest, plain
+from fedprior.simulate import checkpoint
+from fedprior.simulate.folder import RunFolder
+from fedprior.simulate.run import Progress, Result, Settings, build, drive
+from fedprior.tasks import TASKS, Task, task_options
+from fedprior.tasks import task as named_task
+from fedprior.version import __version__
+
+RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
+
+
+def run(
+    task: Task | str,
+    algorithm: Algorithm | str = "fedavg",
+    *,
+    out: Path | str | None = None,
+    label: str | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Train. `settings` are those of the run (rounds, seed, batch_size, …); defaults are the task's.
+
+    Give the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out` the run is
+    kept in that folder and can be resumed.
+    """
+    if isinstance(task, str):
+        task = named_task(task, seed=settings.get("seed", 0))
+    if isinstance(algorithm, str):
+        algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
+    chosen = run_settings({**task.defaults, **settings}, task)
+    label = label or algorithm.name
+    sim = build(algorithm, task.network, task.data, chosen)
+    about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": chosen.seed}
+    folder = RunFolder(Path(out)) if out is not None else None
+    if folder:
+        folder.create(_config(task, algorithm, chosen, label))
+    return drive(sim, chosen, about, folder, [], progress)
+
+
+def resume(
+    path: Path | str, *, task: Task | None = None, algorithm: Algorithm | None = None, progress: Progress | None = None
+) -> Result:
+    """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
+    folder = RunFolder(Path(path))
+    config = folder.read_config()
+    try:
+        about = {key: config["run"].pop(key) for key in ("task", "algorithm", "label")}
+        chosen = run_settings(config["run"])
+        options, algorithm_options = config["task"], config["algorithm"]
+    except KeyError as error:
+        raise RunError(f"{folder.config} has no {error}") from error
+    if task is None:
+        if about["task"] not in TASKS:
+            raise RunError(
+                f"{path} trained a task of your own, {about['task']!r}; "
+                f"resume it from Python: resume({str(path)!r}, task=…)"
+            )
+        task = named_task(about["task"], seed=chosen.seed, **options)
+    if algorithm is None:
+        if about["algorithm"] == "own":
+            raise RunError(
+                f"{path} used an algorithm of your own; resume it from Python: resume({str(path)!r}, algorithm=…)"
+            )
+        algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+    sim = build(algorithm, task.network, task.data, chosen)
+    # Without a checkpoint the run was stopped in its first seconds, and starts again.
+    if folder.checkpoint.exists():
+        checkpoint.load(folder.checkpoint, sim)
+    records = folder.truncate(sim.round)
+    return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
+
+
+def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings:
+    """Settings of a run from text or values; a task with few clients has small cohorts by default."""
+    for name in given:
+        if name not in RUN_OPTIONS:
+            raise nearest(name, RUN_OPTIONS, "setting of a run")
+    values = {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()}
+    if task is not None and "clients_per_round" not in given:
+        values["clients_per_round"] = min(Settings.clients_per_round, task.data.clients)
+    return Settings(**values)
+
+
+def sort_settings(
+    given: Mapping[str, str], task: str, algorithms: list[str]
+) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, str]]]:
+    """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
+    task_names = task_options(task, {})
+    known = {name: algorithm_settings(name, {}) for name in algorithms}
+    everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
+    for key in given:
+        if key not in everything:
+            raise nearest(key, everything, "setting")
+    return (
+        {k: v for k, v in given.items() if k in RUN_OPTIONS},
+        {k: v for k, v in given.items() if k in task_names},
+        {name: {k: v for k, v in given.items() if k in settings} for name, settings in known.items()},
+    )
+
+
+def unused_folder(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that does not exist."""
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _config(task: Task, algorithm: Algorithm, settings: Settings, label: str) -> dict[str, dict[str, Any]]:
+    chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
+    return {
+        "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
+        "task": {key: plain(value) for key, value in task.options.items()},
+        "algorithm": {key: plain(value) for key, value in algorithm.settings.items()},
+        "made": {"fedprior": __version__, "torch": str(torch.__version__)},
+    }

@@ -1,0 +1,95 @@
+"""A run's folder: config.toml, rounds.jsonl, summary.json, model.safetensors, checkpoint.safetensors."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from fedprior.errors import RunError
+from fedprior.simulate.checkpoint import write_atomically
+from fedprior.trees import Params
+
+Record = dict[str, Any]
+
+
+class RunFolder:
+    """Paths and formats of one run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.rounds = path / "rounds.jsonl"
+        self.summary = path / "summary.json"
+        self.model = path / "model.safetensors"
+        self.checkpoint = path / "checkpoint.safetensors"
+
+    def check_unused(self) -> None:
+        """Refuse a folder that holds anything."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            hint = f"continue it with `fedprior resume {self.path}`, or choose" if self.config.exists() else "choose"
+            raise RunError(f"{self.path} exists; {hint} another folder (--out)")
+
+    def create(self, config: Mapping[str, Mapping[str, Any]]) -> None:
+        """A new folder with its config."""
+        self.check_unused()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, to_toml(config).encode())
+            self.rounds.touch()
+        except OSError as error:
+            raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
+
+    def read_config(self) -> dict[str, dict[str, Any]]:
+        """The config, or why there is none."""
+        if not self.config.is_file():
+            raise RunError(f"{self.path} is not a run: it has no config.toml")
+        try:
+            return tomllib.loads(self.config.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{self.config} cannot be read: {error}") from error
+
+    def append(self, record: Record) -> None:
+        """One line a round."""
+        with self.rounds.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(without_nan(record)) + "\n")
+
+    def records(self) -> list[Record]:
+        """All complete lines; a line cut short by a crash is not one."""
+        lines = self.rounds.read_text(encoding="utf-8").split("\n")[:-1] if self.rounds.exists() else []
+        try:
+            return [json.loads(line) for line in lines]
+        except json.JSONDecodeError as error:
+            raise RunError(f"{self.rounds} is damaged: {error}") from error
+
+    def truncate(self, rounds: int) -> list[Record]:
+        """Forget what was recorded after the checkpoint; it will be recorded again."""
+        records = self.records()[:rounds]
+        if [record.get("round") for record in records] != list(range(1, rounds + 1)):
+            raise RunError(f"{self.rounds} does not hold rounds 1 to {rounds} of its checkpoint")
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(self.rounds, text.encode())
+        return records
+
+    def finish(self, summary: Record, model: Params) -> None:
+        """The end of a run."""
+        plain = {name: value.detach().cpu().contiguous().clone() for name, value in model.items()}
+        write_atomically(self.model, safetensors.torch.save(plain))
+        write_atomically(self.summary, (json.dumps(without_nan(summary), indent=2) + "\n").encode())
+
+
+def without_nan(record: Record) -> Record:
+    """JSON has no NaN; a number that does not exist is null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of plain values; JSON writes strings, numbers, booleans and lists as TOML does."""
+    tables = []
+    for table, values in config.items():
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        tables.append("\n".join([f"[{table}]", *lines]))
+    return "\n\n".join(tables) + "\n"

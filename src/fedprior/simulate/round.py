@@ -1,0 +1,155 @@
+"""One federated round, top to bottom. It knows no algorithm by name: the prior decides what each line does."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprior import keys, trees, wire
+from fedprior.data import FederatedData
+from fedprior.em import Algorithm, m_step
+from fedprior.errors import DivergedError
+from fedprior.keys import Purpose
+from fedprior.metrics import disagreement, ensemble_accuracy, local_accuracy
+from fedprior.network import Network
+from fedprior.optimisers import TreeOptimiser
+from fedprior.simulate import cohort
+from fedprior.simulate.batches import Schedule
+from fedprior.trees import Tree
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Simulation:
+    """Everything that lasts from round to round. Build it with `simulation`."""
+
+    algorithm: Algorithm
+    network: Network
+    data: FederatedData
+    schedule: Schedule
+    clients_per_round: int
+    root: Tensor
+    """The key of the run, from its seed."""
+    vectorised: bool
+    encode: bool
+    """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
+    server: Tree
+    optimiser: TreeOptimiser | None
+    accuracy: Tensor
+    """Each client's test accuracy with the model it last sent; nan before its first turn."""
+    round: int = 0
+    seconds: float = field(default=0.0)
+
+    def step(self, evaluate: bool) -> Record:
+        """One round of hard EM."""
+        start, prior, number = time.perf_counter(), self.algorithm.prior, self.round + 1
+        key = keys.fold(self.root, number)
+        clients = keys.choose(keys.fold(key, Purpose.COHORT), self.data.clients, self.clients_per_round)
+
+        server = prior.prune(self.server)
+        packets, down = self._send_packets(server, clients, key)
+        e_step = cohort.vectorised if self.vectorised else cohort.in_turn
+        result = e_step(self.algorithm, self.network, self.data, clients, packets, self.schedule, key)
+        self._check_finite(clients, result, number)
+        uploads, up = self._send_uploads(result.uploads, server)
+        self.server = m_step(self.algorithm, server, uploads, self.optimiser)
+
+        sizes = torch.tensor([self.data.test.size(client) for client in clients])
+        self.accuracy[clients] = result.correct.cpu().double() / sizes
+        self.round = number
+        record: Record = {"round": number, "bytes_up": up, "bytes_down": down, "train_loss": float(result.loss.mean())}
+        floored = _floored(server) | _floored(result.uploads)
+        if floored:
+            record["floored"] = sorted(floored)
+        if evaluate:
+            record |= self.evaluate()
+            record |= disagreement(result.gates, prior.gates(trees.row(packets, 0)))
+        self.seconds += time.perf_counter() - start
+        return record
+
+    def evaluate(self) -> Record:
+        """Accuracies and size of the server as it is."""
+        prior = self.algorithm.prior
+        server = prior.prune(self.server)
+        models = prior.predict(server)
+        return {
+            "global_accuracy": ensemble_accuracy(self.network, models, self.data),
+            "local_accuracy": local_accuracy(self.accuracy),
+            "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
+        }
+
+    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[Tree, int]:
+        """Broadcast, encode, decode: the packets as the clients see them, stacked, and their bytes."""
+        prior, layout = self.algorithm.prior, self.algorithm.prior.downlink(server)
+        listeners = clients if prior.per_client else clients[:1]
+        packets, total = [], 0
+        for client in listeners:
+            packet = prior.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+            packet, size = self._through_wire(packet, layout)
+            packets.append(packet)
+            total += size
+        if prior.per_client:
+            return trees.stack(packets), total
+        # One packet for all: every client sees the same memory.
+        count = len(clients)
+        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count
+
+    def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
+        layout = self.algorithm.prior.uplink(server)
+        received = [self._through_wire(trees.row(uploads, i), layout) for i in range(self.clients_per_round)]
+        return trees.stack([message for message, _ in received]), sum(size for _, size in received)
+
+    def _through_wire(self, message: Tree, layout: wire.Layout) -> tuple[Tree, int]:
+        if not self.encode:
+            return message, wire.message_bytes(message, layout)
+        data = wire.encode(message, layout, self.round + 1)
+        return wire.decode(data, layout, self.round + 1, self.root.device), len(data)
+
+    def _check_finite(self, clients: list[int], result: cohort.CohortResult, number: int) -> None:
+        finite = result.loss.isfinite()
+        for leaf in result.uploads["weights"].values():
+            finite = finite & leaf.sum(tuple(range(1, leaf.dim()))).isfinite()
+        if not bool(finite.all()):
+            client = clients[int((~finite).nonzero()[0])]
+            raise DivergedError(
+                f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
+                "The state before that round is kept; lower the learning rates"
+            )
+
+
+def simulation(
+    algorithm: Algorithm,
+    network: Network,
+    data: FederatedData,
+    schedule: Schedule,
+    *,
+    clients_per_round: int,
+    seed: int,
+    vectorised: bool = False,
+    encode: bool = True,
+    device: torch.device | str = "cpu",
+) -> Simulation:
+    """A simulation before its first round, on a device."""
+    network.module.to(device)
+    server = algorithm.prior.init(network.params())
+    return Simulation(
+        algorithm,
+        network,
+        data.to(device),
+        schedule,
+        clients_per_round,
+        keys.key(seed, device),
+        vectorised and algorithm.vectorises,
+        encode,
+        server,
+        TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
+        torch.full((data.clients,), torch.nan, dtype=torch.float64),
+    )
+
+
+def _floored(state: Tree) -> set[str]:
+    """The layers in which the floor kept a unit."""
+    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}

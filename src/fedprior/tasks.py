@@ -1,0 +1,88 @@
+"""Tasks: a network, clients with data, and how long to train. Named ones, and a user's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedprior.data import FederatedData, dirichlet
+from fedprior.data.embedded import mnist_mini as embedded_digits
+from fedprior.data.federated import ClientData, Shards
+from fedprior.models import LeNet5, check_trainable, initialise
+from fedprior.network import Loss, Network, cross_entropy
+from fedprior.settings import nearest, resolve
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn. `defaults` are settings of the run, `algorithms` settings of an algorithm on this task."""
+
+    name: str
+    network: Network
+    data: FederatedData
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """How a named task was built, for its config."""
+
+
+def own_task(
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    *,
+    name: str = "own",
+    loss: Loss = cross_entropy,
+    classes: int | None = None,
+    min_examples: int = 2,
+    **defaults: Any,
+) -> Task:
+    """A task from your own module and one `(x, y)` or `(x, y, test_x, test_y)` a client.
+
+    `defaults` are settings of a run: rounds, batch_size, epochs, clients_per_round, …
+    """
+    check_trainable(model)
+    data = FederatedData.from_clients(clients, classes=classes, min_examples=min_examples)
+    return Task(name, Network(model, data.x[0], loss), data, defaults)
+
+
+def mnist_mini(seed: int, *, clients: int = 100, alpha: float = 1.0, init: str = "glorot") -> Task:
+    """LeNet-5 on 12,000 embedded MNIST digits, divided by Dirichlet(α) among clients."""
+    images = embedded_digits()
+    train, test = dirichlet(images.y, images.test_y, clients, alpha, seed)
+    data = FederatedData(
+        images.x,
+        torch.from_numpy(images.y),
+        images.test_x,
+        torch.from_numpy(images.test_y),
+        Shards.of(train),
+        Shards.of(test),
+        classes=10,
+    )
+    data.check()
+    model = initialise(lambda: LeNet5(channels=1, side=28, classes=10), init, seed)
+    return Task(
+        "mnist-mini",
+        Network(model, images.x[0]),
+        data,
+        defaults={"rounds": 60, "batch_size": 20, "evaluate_every": 5},
+        algorithms={},
+        options={"clients": clients, "alpha": alpha, "init": init},
+    )
+
+
+TASKS: dict[str, Callable[..., Task]] = {"mnist-mini": mnist_mini}
+
+
+def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a named task, those not given at their defaults."""
+    if name not in TASKS:
+        raise nearest(name, TASKS, "task")
+    return resolve(TASKS[name], given, f"task {name}")
+
+
+def task(name: str, seed: int = 0, **options: Any) -> Task:
+    """A named task: `task("mnist-mini", seed=1, alpha=0.5)`."""
+    resolved = task_options(name, options)
+    return TASKS[name](seed, **resolved)

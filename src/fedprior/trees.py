@@ -1,0 +1,45 @@
+"""Nested dictionaries of tensors, the shape of every state and message in the library."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Params: TypeAlias = dict[str, Tensor]
+"""Tensors by name: a model's parameters, or one number a gate and layer."""
+Gates: TypeAlias = dict[str, Tensor]
+"""Gate values or probabilities: layer name → one number a gate."""
+Tree: TypeAlias = dict[str, Params]
+"""Sections by name, each a dictionary of tensors: a server state, a client state, a message."""
+
+
+def tree_map(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
+    """Apply `fn` leaf by leaf to trees of the same structure."""
+    if isinstance(tree, dict):
+        return {name: tree_map(fn, child, *(other[name] for other in rest)) for name, child in tree.items()}
+    return fn(tree, *rest)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every leaf with its path, in order: `("weights/fc.bias", tensor)`."""
+    if isinstance(tree, dict):
+        for name, child in tree.items():
+            yield from leaves(child, f"{prefix}/{name}" if prefix else name)
+    else:
+        yield prefix, tree
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """One tree with a new leading dimension, one row a tree."""
+    return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
+
+
+def row(tree: Any, index: int) -> Any:
+    """One row of a stacked tree."""
+    return tree_map(lambda leaf: leaf[index], tree)
+
+
+def count(params: Params) -> int:
+    """How many numbers there are."""
+    return sum(leaf.numel() for leaf in params.values())

@@ -1,0 +1,6 @@
+"""Which parameters form a unit, what dies with it downstream, and so how large a pruned network is."""
+
+from fedprior.units.gating import Gating, UnitGating, WeightGating
+from fedprior.units.trace import Layer, Reader, Structure, find_structure
+
+__all__ = ["Gating", "Layer", "Reader", "Structure", "UnitGating", "WeightGating", "find_structure"]

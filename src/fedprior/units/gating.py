@@ -1,0 +1,157 @@
+"""Gates: which weights one switches, how strong a group is, and what survives when some are closed.
+
+Every method is a pure function of tensors and works under `torch.func.vmap`.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.trees import Gates, Params
+from fedprior.units.trace import Structure
+
+
+class Gating(ABC):
+    """A division of (some of) a model's parameters into groups, one gate a group, gates listed layer by layer.
+
+    It knows nothing of probabilities or thresholds: those belong to the prior.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    """Of every parameter, gated or not."""
+    gate_shapes: dict[str, tuple[int, ...]]
+    """Of the gates of every gated layer."""
+
+    def __init__(self, floor: int) -> None:
+        if floor < 1:
+            raise SettingError(f"floor must be at least 1, got {floor}: a layer without units passes nothing on")
+        self.least = floor
+
+    @abstractmethod
+    def norms(self, params: Params) -> Gates:
+        """‖w_g‖₂ of every group."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """How many parameters one gate of each layer switches."""
+
+    @abstractmethod
+    def apply(self, params: Params, gates: Gates) -> Params:
+        """φ = w ⊙ z, each gate multiplying its own group."""
+
+    @abstractmethod
+    def mask(self, gates: Gates) -> Params:
+        """For every parameter, broadcastable to it: is it part of the network these gates leave?
+
+        With probabilities instead of zeros and ones, the probability that it is, for independent gates.
+        """
+
+    def prune(self, params: Params, gates: Gates) -> Params:
+        """Set everything outside the network that the gates leave to zero."""
+        masks = self.mask(gates)
+        return {name: value * masks[name].to(value.dtype) if name in masks else value for name, value in params.items()}
+
+    def effective_parameters(self, gates: Gates) -> Tensor:
+        """The size of the network that the gates leave."""
+        masks = self.mask(gates)
+        total = torch.zeros((), dtype=torch.float64)
+        for name, shape in self.shapes.items():
+            size = torch.Size(shape).numel()
+            if name in masks:
+                mask = masks[name]
+                total = total.to(mask.device) + mask.double().sum() * (size / mask.numel())
+            else:
+                total = total + size
+        return total
+
+    def all_open(self, like: Params) -> Gates:
+        """Every gate open."""
+        some = next(iter(like.values()))
+        return {layer: some.new_ones(shape) for layer, shape in self.gate_shapes.items()}
+
+    def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
+        """Keep the `least` best-scored gates of a layer that would lose more; say in which layers that happened."""
+        kept, acted = {}, {}
+        for layer, gate in gates.items():
+            flat, score = gate.flatten(), scores[layer].flatten()
+            least = min(self.least, flat.shape[0])
+            best = torch.zeros_like(flat).scatter(0, score.topk(least).indices, 1.0)
+            short = flat.sum() < least
+            kept[layer] = torch.where(short, torch.maximum(flat, best), flat).reshape(gate.shape)
+            acted[layer] = short.to(flat.dtype)
+        return kept, acted
+
+
+class UnitGating(Gating):
+    """One gate a unit: a filter or neuron, and with it the columns that read it downstream."""
+
+    def __init__(self, structure: Structure, *, floor: int = 1) -> None:
+        super().__init__(floor)
+        self.structure = structure
+        self.shapes = structure.shapes
+        self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
+
+    def norms(self, params: Params) -> Gates:
+        return {layer.name: _row_norms([params[name] for name in layer.parameters]) for layer in self.structure.layers}
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            layer.name: sum(torch.Size(self.shapes[name][1:]).numel() for name in layer.parameters)
+            for layer in self.structure.layers
+        }
+
+    def _rows(self, gates: Gates) -> Params:
+        return {
+            name: gates[layer.name].reshape(-1, *[1] * (len(self.shapes[name]) - 1))
+            for layer in self.structure.layers
+            for name in layer.parameters
+        }
+
+    def apply(self, params: Params, gates: Gates) -> Params:
+        rows = self._rows(gates)
+        return {name: value * rows[name] if name in rows else value for name, value in params.items()}
+
+    def mask(self, gates: Gates) -> Params:
+        masks = self._rows(gates)
+        for reader in self.structure.readers:
+            silent = torch.ones_like(gates[reader.sources[0]])
+            for source in reader.sources:
+                silent = silent * (1 - gates[source])
+            shape = (1, -1, *[1] * (len(self.shapes[reader.parameter]) - 2))
+            columns = (1 - silent).repeat_interleave(reader.repeat).reshape(shape)
+            own = masks.get(reader.parameter)
+            masks[reader.parameter] = columns if own is None else own * columns
+        return masks
+
+
+class WeightGating(Gating):
+    """One gate a weight, for weights of two dimensions or more. Works for any model; nothing dies downstream.
+
+    Biases and norms stay dense: they are few, and a norm's bias starts at zero, below any threshold.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, floor: int = 1) -> None:
+        super().__init__(floor)
+        self.shapes = shapes
+        self.gate_shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+
+    def norms(self, params: Params) -> Gates:
+        return {name: params[name].abs() for name in self.gate_shapes}
+
+    def sizes(self) -> dict[str, int]:
+        return dict.fromkeys(self.gate_shapes, 1)
+
+    def apply(self, params: Params, gates: Gates) -> Params:
+        return {name: value * gates[name] if name in gates else value for name, value in params.items()}
+
+    def mask(self, gates: Gates) -> Params:
+        return dict(gates)
+
+
+def _row_norms(parameters: list[Tensor]) -> Tensor:
+    """The norm of row j of all parameters together, for every j."""
+    parts = [torch.linalg.vector_norm(p.reshape(p.shape[0], -1), dim=1) for p in parameters]
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms
