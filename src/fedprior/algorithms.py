@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedprior.corrections import Correction, Scaffold
 from fedprior.em import Algorithm
 from fedprior.network import Network
 from fedprior.optimisers import Optimiser
-from fedprior.priors import Gaussian, SpikeSlab
+from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Prior, SpikeSlab
 from fedprior.settings import nearest, resolve
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
@@ -21,10 +22,77 @@ def gaussian(
     precision: float = 0.0,
     local_optimiser: Optimiser = SGD,
     server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
 ) -> Algorithm:
     """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
-    server = {"weights": server_optimiser} if server_optimiser else None
-    return Algorithm(Gaussian(precision), {"weights": local_optimiser}, server)
+    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold)
+
+
+def laplace(
+    network: Network,
+    *,
+    precision: float = 1e-3,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """A Laplace prior of precision λ; without a server optimiser the M-step is the median, with one a sign gradient."""
+    return _weights_only(Laplace(precision), local_optimiser, server_optimiser, scaffold)
+
+
+def mixture(
+    network: Network,
+    *,
+    components: int = 3,
+    precision: float = 0.1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """A mixture of Gaussians; without a server optimiser the M-step is the responsibility-weighted mean."""
+    return _weights_only(Mixture(components, precision), local_optimiser, server_optimiser, scaffold)
+
+
+def fixed_gates(
+    network: Network,
+    *,
+    conv_rate: float = 0.1,
+    linear_rate: float = 0.5,
+    input_rate: float = 0.01,
+    output_rate: float = 0.01,
+    noise: bool = False,
+    precision: float = 0.0,
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
+    structure = find_structure(network.module, network.example, gate_output=output_rate > 0)
+    reading = {reader.parameter for reader in structure.readers}
+    rates = {}
+    for layer in structure.layers:
+        rate = conv_rate if layer.kind == "conv" else linear_rate
+        rate = rate if f"{layer.name}.weight" in reading else input_rate
+        rates[layer.name] = output_rate if layer.name in structure.output_layers else rate
+    prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
+
+
+def group_lasso(
+    network: Network,
+    *,
+    strength: float = 2e-3,
+    gate_output: bool = False,
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = ADAM,
+    scaffold: bool = False,
+) -> Algorithm:
+    """Group lasso at the client, with its strength as the threshold of both sides."""
+    prior = GroupLasso(_gating(network, True, gate_output, ungated, floor), strength)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
 
 
 def spike_slab(
@@ -45,6 +113,7 @@ def spike_slab(
     local_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-3}),
     server_optimiser: Optimiser | None = ADAM,
     server_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-2}),
+    scaffold: bool = False,
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
     prior = SpikeSlab(
@@ -59,7 +128,16 @@ def spike_slab(
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
-    return Algorithm(prior, local, server)
+    return Algorithm(prior, local, server, _correction(scaffold))
+
+
+def _weights_only(prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool) -> Algorithm:
+    """An algorithm whose only variables are weights."""
+    return Algorithm(prior, {"weights": local}, {"weights": server} if server else None, _correction(scaffold))
+
+
+def _correction(scaffold: bool) -> Correction:
+    return Scaffold() if scaffold else Correction()
 
 
 def _gating(network: Network, structured: bool, gate_output: bool, ungated: tuple[str, ...], floor: int) -> Gating:
@@ -88,6 +166,14 @@ ALGORITHMS: dict[str, Entry] = {
     "fedsparse": Entry(spike_slab, "spike and slab over units", "Adam on w, Adamax on v"),
     "fedsparse-unstructured": Entry(
         spike_slab, "spike and slab over weights", "Adam on w, Adamax on v", {"structured": False}
+    ),
+    "fedmedian": Entry(laplace, "Laplace", "coordinate-wise median"),
+    "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
+    "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
+    "fedl1": Entry(group_lasso, "group lasso", "Adam on the difference; absence is a vote for zero"),
+    "scaffold": Entry(gaussian, "Gaussian, λ → 0, with control variates", "mean", {"scaffold": True}),
+    "fedsparse+scaffold": Entry(
+        spike_slab, "spike and slab over units, with control variates", "Adam on w, Adamax on v", {"scaffold": True}
     ),
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,12 +23,15 @@ from fedprior.version import __version__
 
 app = typer.Typer(
     help="Federated learning as hard EM: an algorithm is a prior over client parameters.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# What is piped to a file need not fit a terminal of 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
+# typer brings its own copy of click or depends on it; either way this is the base of errors in the command line.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 Set = Annotated[
     list[str],
@@ -42,13 +45,15 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Options before the command."""
     if version:
-        console.print(__version__)
-        raise typer.Exit
+        console.print(__version__, highlight=False)
+    elif context.invoked_subcommand is None:
+        console.print(context.get_help(), end="")
 
 
 @app.command("run")
@@ -88,6 +93,7 @@ def compare(
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
+    RunFolder(folder).check_unused()
     results = _run(task, names, rounds, seed, clients_per_round, device, [folder / name for name in names], None, set_)
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
@@ -99,10 +105,9 @@ def compare(
 def resume(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Go on where a run was stopped."""
     folder = RunFolder(run)
-    config = folder.read_config()
-    with RunProgress(
-        console, str(config.get("run", {}).get("label", run)), int(config.get("run", {}).get("rounds", 0))
-    ) as progress:
+    about, settings, _, _ = runs.read_config(folder)
+    with RunProgress(console, about["label"], settings.rounds) as progress:
+        progress.catch_up(folder.records())
         result = runs.resume(run, progress=progress)
     console.print(summary_table([result.summary]))
 
@@ -139,18 +144,19 @@ def _run(
 ) -> list[Result]:
     """Check everything first, then train one after the other."""
     for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
-    given: dict[str, Any] = {**for_run, "seed": seed, "device": device}
-    given |= {"rounds": rounds} if rounds is not None else {}
-    given |= {"clients_per_round": clients_per_round} if clients_per_round is not None else {}
+    options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
     for folder in folders:
         RunFolder(folder).check_unused()
+    built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
+    total = runs.run_settings({**built.defaults, **given}, built).rounds
+    chosen = [
+        algorithm(name, built.network, **{**built.algorithms.get(name, {}), **for_algorithms[name]}) for name in names
+    ]
     results = []
-    for name, folder in zip(names, folders, strict=True):
-        built = named_task(task, seed=seed, **for_task)
-        chosen = algorithm(name, built.network, **{**built.algorithms.get(name, {}), **for_algorithms[name]})
-        total = runs.run_settings({**built.defaults, **given}, built).rounds
-        with RunProgress(console, label or name, total) as progress:
-            results.append(runs.run(built, chosen, out=folder, label=label, progress=progress, **given))
+    for one, folder in zip(chosen, folders, strict=True):
+        with RunProgress(console, label or one.name, total) as progress:
+            results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
 
 
@@ -165,12 +171,16 @@ def main() -> None:
     """The entry point: errors that are the user's to mend become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
-        app()
-    except FedpriorError as error:
+        # Accepted anywhere on the line, not only before the command.
+        code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except (FedpriorError, UsageError, OSError) as error:
         if debug:
             raise
-        errors.print(f"[bold red]error:[/] {escape(' '.join(str(error).split()))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        errors.print(f"[bold red]error:[/] {escape(' '.join(text.split()))}", highlight=False, soft_wrap=True)
+        code = 2
+    if code == 130:
         errors.print("stopped; `fedprior resume RUN` goes on from the last checkpoint")
-        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -13,22 +13,28 @@ import torch
 from torch import Tensor
 
 from fedprior import keys
+from fedprior.corrections import Correction
 from fedprior.keys import Purpose
 from fedprior.network import Network
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser, TreeOptimiser
 from fedprior.priors import Prior
-from fedprior.trees import Gates, Tree, leaves, tree_map
+from fedprior.trees import Gates, Params, Tree, leaves, tree_map
+from fedprior.wire import Layout
+
+Tamper = Callable[[Tree, Tree], Tree]
+"""A hostile client's change to its variables before it commits, given them and its packet."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A prior and how its two steps are taken."""
+    """A prior, how its two steps are taken, and a correction of the local gradient."""
 
     prior: Prior
     local: Mapping[str, Optimiser]
     """One optimiser a section of the client's variables."""
     server: Mapping[str, Optimiser] | None = None
     """One optimiser a section of the server's state; None: the closed-form M-step."""
+    correction: Correction = field(default_factory=Correction)
     name: str = "own"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How a named algorithm was built, for a run's config."""
@@ -37,6 +43,22 @@ class Algorithm:
     def vectorises(self) -> bool:
         """Whether a stacked cohort can share its local optimisers."""
         return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in self.local.values())
+
+    def init(self, params: Params) -> Tree:
+        """The server's state from a dense model."""
+        return {**self.prior.init(params), **self.correction.init(params)}
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        """The packet for a client."""
+        return {**self.prior.broadcast(server, key), **self.correction.broadcast(server)}
+
+    def downlink(self, server: Tree) -> Layout:
+        """The layout of a packet."""
+        return self.correction.extend(self.prior.downlink(server), server, self.prior.support)
+
+    def uplink(self, server: Tree) -> Layout:
+        """The layout of an upload."""
+        return self.correction.extend(self.prior.uplink(server), server, self.prior.support)
 
 
 class Batch(NamedTuple):
@@ -64,6 +86,8 @@ class EStep(NamedTuple):
     """π, where there are gates."""
     loss: Tensor
     """Mean training loss over the steps taken."""
+    memory: Tree
+    """What the correction keeps for the client's next turn."""
 
 
 def local_objective(algorithm: Algorithm, network: Network) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -86,27 +110,28 @@ def e_step(
     packet: Tree,
     batches: Batches,
     key: Tensor,
+    memory: Tree,
     *,
     vectorised: bool = False,
+    tamper: Tamper | None = None,
 ) -> EStep:
     """Start q at the prior, descend the local objective, commit to a hard assignment."""
-    prior = algorithm.prior
+    prior, correction = algorithm.prior, algorithm.correction
     lift = torch.func.vmap if vectorised else _as_is
     gradient = (_cohort_gradient if vectorised else _gradient)(local_objective(algorithm, network))
-    first = batches[0]
-
-    def adopt(packet: Tree, key: Tensor, x: Tensor, y: Tensor, weight: Tensor | None) -> Tree:
-        return prior.adopt(packet, key, lambda params: network.training_loss(params, x, y, weight, key))
-
-    local = lift(adopt)(packet, keys.fold(key, Purpose.ADOPT), first.x, first.y, first.weight)
-    optimiser = TreeOptimiser(algorithm.local, local)
+    start = lift(_adopter(prior, network))(packet, keys.fold(key, Purpose.ADOPT), _all(prior, batches))
+    support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
+    direction = correction.direction(packet, memory, support)
+    optimiser = TreeOptimiser(algorithm.local, start)
+    local = optimiser.values
     lr = torch.full(key.shape, algorithm.local["weights"].lr, device=key.device)
-    total, steps = torch.zeros((), device=key.device), torch.zeros((), device=key.device)
+    total, steps = torch.zeros(key.shape, device=key.device), torch.zeros(key.shape, device=key.device)
     for step in range(len(batches)):
         batch = batches[step]
-        local = optimiser.values
         before = tree_map(Tensor.clone, local) if batch.active is not None else local
         grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, keys.fold(key, step))
+        for name, value in direction.items():
+            grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
         if not prior.smooth:
             optimiser.load(lift(prior.prox)(local, packet, lr))
@@ -114,17 +139,25 @@ def e_step(
             optimiser.load(tree_map(partial(_where, batch.active), local, before))
         taken = 1.0 if batch.active is None else batch.active.to(loss.dtype)
         total, steps = total + loss.detach() * taken, steps + taken
-    local = optimiser.values
+    if tamper:
+        local = tamper(local, packet)
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
+    extra, memory = lift(correction.conclude)(start["weights"], local["weights"], packet, memory, steps * lr)
     gates = lift(prior.expect)(local, packet)["gates"]
-    return EStep(upload, gates, total / steps)
+    return EStep({**upload, **extra}, gates, total / steps, memory)
 
 
-def m_step(algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOptimiser | None) -> Tree:
-    """Maximise Σ_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step."""
+def m_step(
+    algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOptimiser | None, fraction: float = 1.0
+) -> Tree:
+    """Maximise Σ_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
+
+    `fraction` is the share of all clients that the uploads are from.
+    """
     prior = algorithm.prior
     realised = torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)
     assignments = {**uploads, "weights": realised}
+    server = algorithm.correction.absorb(server, uploads, fraction)
     if optimiser is None:
         return prior.solve(assignments, server)
     variables = {section: server[section] for section in optimiser.values}
@@ -136,6 +169,28 @@ def m_step(algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOpt
     optimiser.load(variables)
     optimiser.step(grads)
     return {**server, **tree_map(Tensor.clone, optimiser.values)}
+
+
+def _all(prior: Prior, batches: Batches) -> list[Batch]:
+    """Every batch, for a prior whose clients look at their data before they start."""
+    return [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
+
+
+def _adopter(prior: Prior, network: Network) -> Callable[[Tree, Tensor, list[Any]], Tree]:
+    """`prior.adopt` with a client's mean loss over its batches as `explain`."""
+
+    def adopt(packet: Tree, key: Tensor, batches: list[Batch]) -> Tree:
+        def explain(params: Params) -> Tensor:
+            losses, counts = [], []
+            for x, y, weight, active in batches:
+                count = torch.ones(()) * len(y) if weight is None else weight.sum()
+                counts.append(count if active is None else count * active)
+                losses.append(network.evaluation_loss(params, x, y, weight) * counts[-1])
+            return torch.stack(losses).sum() / torch.stack(counts).sum()
+
+        return prior.adopt(packet, key, explain)
+
+    return adopt
 
 
 def _as_is(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     RELAX = 5
     DROPOUT = 6
     COMMIT = 7
+    ATTACK = 8
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

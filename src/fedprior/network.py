@@ -52,10 +52,15 @@ class Network:
                 outputs = torch.func.functional_call(self.module, params, (x,))
         else:
             outputs = torch.func.functional_call(self.module, params, (x,))
-        losses = self.loss(outputs, y)
-        if weight is None:
-            return losses.mean()
-        return (losses * weight).sum() / weight.sum().clamp(min=1)
+        return _mean(self.loss(outputs, y), weight)
+
+    def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        """The same without dropout."""
+        return _mean(self.loss(self.predict(params, x), y), weight)
+
+
+def _mean(losses: Tensor, weight: Tensor | None) -> Tensor:
+    return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
 
 class _KeyedDropout(TorchFunctionMode):

@@ -11,7 +11,7 @@ class RunProgress:
     """A progress bar that is fed with records."""
 
     def __init__(self, console: Console, label: str, rounds: int) -> None:
-        self.bytes = 0
+        self.bytes: dict[int, int] = {}
         self.accuracy = ""
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -37,12 +37,12 @@ class RunProgress:
 
     def __call__(self, record: dict[str, Any]) -> None:
         """Show one more round."""
-        self.bytes += record["bytes_up"] + record["bytes_down"]
+        self.bytes[record["round"]] = record["bytes_up"] + record["bytes_down"]
         if record.get("global_accuracy") is not None:
             self.accuracy = f"accuracy {100 * record['global_accuracy']:.1f}%  "
             if record["sparsity"] > 0:
                 self.accuracy += f"sparsity {100 * record['sparsity']:.0f}%  "
-        news = f"{self.accuracy}loss {record['train_loss']:.3f}  {self.bytes / 1e6:,.0f} MB"
+        news = f"{self.accuracy}loss {record['train_loss']:.3f}  {sum(self.bytes.values()) / 1e6:,.0f} MB"
         self.progress.update(self.task, completed=record["round"], news=news)
 
     def catch_up(self, records: list[dict[str, Any]]) -> None:

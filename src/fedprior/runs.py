@@ -37,7 +37,7 @@ def run(
     kept in that folder and can be resumed.
     """
     if isinstance(task, str):
-        task = named_task(task, seed=settings.get("seed", 0))
+        task = named_task(task, seed=run_settings(settings).seed)
     if isinstance(algorithm, str):
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
     chosen = run_settings({**task.defaults, **settings}, task)
@@ -55,13 +55,7 @@ def resume(
 ) -> Result:
     """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
     folder = RunFolder(Path(path))
-    config = folder.read_config()
-    try:
-        about = {key: config["run"].pop(key) for key in ("task", "algorithm", "label")}
-        chosen = run_settings(config["run"])
-        options, algorithm_options = config["task"], config["algorithm"]
-    except KeyError as error:
-        raise RunError(f"{folder.config} has no {error}") from error
+    about, chosen, options, algorithm_options = read_config(folder)
     if task is None:
         if about["task"] not in TASKS:
             raise RunError(
@@ -81,6 +75,16 @@ def resume(
         checkpoint.load(folder.checkpoint, sim)
     records = folder.truncate(sim.round)
     return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
+
+
+def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:
+    """What a run is about, its settings, and the options of its task and algorithm."""
+    config = folder.read_config()
+    about = {key: str(config["run"].pop(key, "")) for key in ("task", "algorithm", "label")}
+    for key, value in about.items():
+        if not value:
+            raise RunError(f"{folder.config} has no {key!r}")
+    return about, run_settings(config["run"]), config["task"], config["algorithm"]
 
 
 def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def _convert(kind: Any, value: Any) -> Any:
         return int(value) if text else _checked(value, int)
     if kind is float:
         number = float(value)
-        if number != number or isinstance(value, bool):
+        if not math.isfinite(number) or isinstance(value, bool):
             raise ValueError(value)
         return number
     if kind == tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Tasks: a network, clients with data, and how long to train. Named ones, and a user's own."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from fedprior.data import FederatedData, dirichlet
 from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import ClientData, Shards
+from fedprior.errors import DataError, ModelError
 from fedprior.models import LeNet5, check_trainable, initialise
 from fedprior.network import Loss, Network, cross_entropy
 from fedprior.settings import nearest, resolve
@@ -44,7 +45,27 @@ def own_task(
     """
     check_trainable(model)
     data = FederatedData.from_clients(clients, classes=classes, min_examples=min_examples)
-    return Task(name, Network(model, data.x[0], loss), data, defaults)
+    network = Network(model, data.x[0], loss)
+    data = _with_outputs(network, data, classes)
+    data.check(min_examples)
+    return Task(name, network, data, defaults)
+
+
+def _with_outputs(network: Network, data: FederatedData, classes: int | None) -> FederatedData:
+    """Try the model on one example. With class labels it has one output a class, and no label may lie beyond."""
+    try:
+        outputs = network.predict(network.params(), data.x[:1])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        what = f"an input of shape {tuple(data.x.shape[1:])} and {data.x.dtype}"
+        raise ModelError(f"the model does not run on {what}: {error}") from error
+    if network.loss is not cross_entropy or data.y.dim() != 1:
+        return data
+    if outputs.dim() != 2 or (classes is not None and classes > outputs.shape[1]):
+        shape = tuple(outputs.shape[1:])
+        raise ModelError(f"the model's output for one example has shape {shape}, not ({classes or 'classes'},)")
+    if data.y.is_floating_point():
+        raise DataError("the targets are real numbers; give labels of whole numbers, or a loss of your own")
+    return replace(data, classes=classes if classes is not None else outputs.shape[1])
 
 
 def mnist_mini(seed: int, *, clients: int = 100, alpha: float = 1.0, init: str = "glorot") -> Task:

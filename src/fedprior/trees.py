@@ -18,6 +18,8 @@ def tree_map(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     """Apply `fn` leaf by leaf to trees of the same structure."""
     if isinstance(tree, dict):
         return {name: tree_map(fn, child, *(other[name] for other in rest)) for name, child in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(tree_map(fn, *children) for children in zip(tree, *rest, strict=True))
     return fn(tree, *rest)
 
 

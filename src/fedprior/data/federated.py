@@ -40,6 +40,11 @@ class Shards:
         """How many rows a client has."""
         return int(self.offsets[client + 1] - self.offsets[client])
 
+    def owner(self, marked: Tensor) -> int | str:
+        """The client to whom the first marked row belongs, to be named in an error."""
+        places = (self.rows == int(marked.nonzero()[0])).nonzero()
+        return int(np.searchsorted(self.offsets, int(places[0]), side="right")) - 1 if len(places) else "?"
+
 
 @dataclass(frozen=True)
 class FederatedData:
@@ -60,9 +65,11 @@ class FederatedData:
         """From one `(x, y)` or `(x, y, test_x, test_y)` a client."""
         if not clients:
             raise DataError("there are no clients")
-        x, y = torch.cat([c[0] for c in clients]), torch.cat([c[1] for c in clients])
-        tests = [(c[2], c[3]) if len(c) == 4 else (c[0][:0], c[1][:0]) for c in clients]
-        test_x, test_y = torch.cat([t[0] for t in tests]), torch.cat([t[1] for t in tests])
+        for client, parts in enumerate(clients):
+            _check_client(client, parts, clients[0])
+        x, y = torch.cat([c[0] for c in clients]), _labels(torch.cat([c[1] for c in clients]))
+        tests = [(c[2], c[3]) if len(c) == 4 and len(c[3]) else (c[0][:0], c[1][:0]) for c in clients]
+        test_x, test_y = torch.cat([t[0] for t in tests]), _labels(torch.cat([t[1] for t in tests]))
         data = cls(
             x,
             y,
@@ -70,7 +77,7 @@ class FederatedData:
             test_y,
             _runs([len(c[1]) for c in clients]),
             _runs([len(t[1]) for t in tests]),
-            classes if classes is not None else int(y.max()) + 1 if len(y) else 0,
+            classes if classes is not None else int(torch.cat([y, test_y]).max()) + 1,
         )
         data.check(min_examples)
         return data
@@ -83,8 +90,10 @@ class FederatedData:
         ):
             if len(x) != len(y):
                 raise DataError(f"there are {len(x)} {what} inputs but {len(y)} {what} targets")
-            if x.is_floating_point() and not bool(x.isfinite().all()):
-                raise DataError(f"the {what} inputs hold numbers that are not finite")
+            for part, values in (("inputs", x), ("targets", y)):
+                wrong = ~values.reshape(len(values), -1).isfinite().all(1) if len(values) else torch.zeros(0)
+                if bool(wrong.any()):
+                    raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
             self._check_labels(what, y, shards)
         for client, size in enumerate(np.diff(self.train.offsets)):
             if size == 0:
@@ -100,12 +109,9 @@ class FederatedData:
             return
         wrong = (labels < 0) | (labels >= self.classes)
         if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            places = (shards.rows == row).nonzero()
-            client = int(np.searchsorted(shards.offsets, int(places[0]), side="right")) - 1 if len(places) else "?"
-            label = int(labels[row])
             raise DataError(
-                f"client {client} has the {what} label {label}, but labels run from 0 to {self.classes - 1}"
+                f"client {shards.owner(wrong)} has the {what} label {int(labels[wrong][0])}, "
+                f"but labels run from 0 to {self.classes - 1}"
             )
 
     @property
@@ -122,6 +128,28 @@ class FederatedData:
             train=Shards(self.train.rows.to(device), self.train.offsets),
             test=Shards(self.test.rows.to(device), self.test.offsets),
         )
+
+
+def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
+    """Refuse what cannot be put in one array with the others."""
+    if len(parts) not in (2, 4) or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
+        raise DataError(f"client {client} is not a tuple of tensors (x, y) or (x, y, test_x, test_y)")
+    for what, x, y in (("training", *parts[:2]), ("test", *parts[2:]))[: len(parts) // 2]:
+        if len(x) != len(y):
+            raise DataError(f"client {client} has {len(x)} {what} inputs but {len(y)} {what} targets")
+        for part, mine, others in (("inputs", x, first[0]), ("targets", y, first[1])):
+            if len(mine) and (mine.shape[1:], mine.dtype) != (others.shape[1:], others.dtype):
+                raise DataError(
+                    f"client {client} has {what} {part} of shape {tuple(mine.shape[1:])} and {mine.dtype}, "
+                    f"client 0 of shape {tuple(others.shape[1:])} and {others.dtype}"
+                )
+    if len(parts[1]) == 0:
+        raise DataError(f"client {client} has no training examples; leave it out")
+
+
+def _labels(targets: Tensor) -> Tensor:
+    """Whole numbers as losses want them."""
+    return targets if targets.is_floating_point() else targets.long()
 
 
 def _runs(sizes: Sequence[int]) -> Shards:

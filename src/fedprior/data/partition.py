@@ -16,19 +16,32 @@ def dirichlet(
     Every client gets the same number of training examples, and of test examples from the same q_s, without replacement;
     a class that runs out leaves the draw. Note that α is divided among the classes.
     """
-    if not alpha > 0:
-        raise SettingError(f"alpha must be above 0, got {alpha}")
+    if not 0 < alpha < np.inf:
+        raise SettingError(f"alpha must be above 0 and finite, got {alpha}")
     if clients < 1:
         raise SettingError(f"clients must be at least 1, got {clients}")
     if clients > len(labels):
         raise DataError(f"{clients} clients cannot share {len(labels)} training examples: some would have none")
-    random = np.random.RandomState(seed)
-    classes = int(max(labels.max(), test_labels.max())) + 1
-    preferences = random.dirichlet(np.full(classes, alpha / classes), clients)
+    random = _random_state(seed)
+    classes = int(np.concatenate([labels, test_labels]).max()) + 1
+    preferences = _preferences(random, alpha, classes, clients)
     return (
         _deal(labels, preferences, len(labels) // clients, random),
         _deal(test_labels, preferences, len(test_labels) // clients, random),
     )
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """The legacy generator takes 32 bits; seeds beyond them are given as two words."""
+    return np.random.RandomState(seed if 0 <= seed < 2**32 else [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+
+
+def _preferences(random: np.random.RandomState, alpha: float, classes: int, clients: int) -> np.ndarray:
+    """One q_s a client. For a tiny α numpy's draw underflows to 0/0; there the Dirichlet's limit is a single class."""
+    drawn = random.dirichlet(np.full(classes, alpha / classes), clients)
+    lost = np.isnan(drawn).any(1)
+    drawn[lost] = np.eye(classes)[random.randint(classes, size=lost.sum())]
+    return drawn
 
 
 def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.random.RandomState) -> list[np.ndarray]:
@@ -43,6 +56,7 @@ def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.ran
             # A client whose classes are all gone takes what is left.
             weight = weight if weight.sum() > 0 else left.astype(float)
             c = int(np.searchsorted(np.cumsum(weight), random.random_sample() * weight.sum(), side="right"))
-            hand.append(pools[min(c, len(pools) - 1)].pop())
+            # Rounding may step past the last class that is left.
+            hand.append(pools[min(c, np.flatnonzero(weight)[-1])].pop())
         hands.append(np.array(hand, np.int64))
     return hands

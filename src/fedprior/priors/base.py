@@ -74,6 +74,9 @@ class Prior(ABC):
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
 
     # ------------------------------------------------------------------ the client
+    looks_at_data: bool = False
+    """Whether `adopt` calls `explain`, which is otherwise not to be called."""
+
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         """Start q at the prior: the client's variables."""
         return {"weights": packet["weights"]}
@@ -109,6 +112,10 @@ class Prior(ABC):
     @abstractmethod
     def uplink(self, server: Tree) -> Layout:
         """The layout of an upload."""
+
+    def support(self, gates: Gates) -> Params:
+        """Of the weights, what these gates leave of the network; weights not named are always part of it."""
+        return {}
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:

@@ -22,10 +22,11 @@ from torch import Tensor
 from fedprior import keys
 from fedprior.errors import SettingError
 from fedprior.priors.base import Explain, Prior, Term
+from fedprior.priors.gated import gated_layout, gated_mean
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.wire import Layout, Section
+from fedprior.wire import Layout
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
@@ -139,25 +140,16 @@ class SpikeSlab(Prior):
             )
             for layer, v in server["thresholds"].items()
         }
-        return {"weights": weights, "thresholds": thresholds, "floored": floored}
+        return {**server, "weights": weights, "thresholds": thresholds, "floored": floored}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         gates = self.open_gates(server)[0] if self.prune_server else self.gating.all_open(server["weights"])
         return {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:
-        """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite.
-
-        A weight that no client sent keeps its value.
-        """
-        sent = torch.func.vmap(self.gating.mask)(assignments["gates"])
-        weights = {}
-        for name, values in assignments["weights"].items():
-            mask = sent.get(name, torch.ones_like(values))
-            total = mask.sum(0)
-            mean = (mask * values).sum(0) / total.clamp(min=1)
-            weights[name] = torch.where(total > 0, mean, server["weights"][name])
-        edge = 1 - self.theta_start
+        """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
+        weights = gated_mean(self.gating, assignments, server)
+        edge = min(self.theta_start, 1 - self.theta_start)
         theta = {layer: gate.mean(0).clamp(edge, 1 - edge) for layer, gate in assignments["gates"].items()}
         logits = {layer: (value / (1 - value)).log() for layer, value in theta.items()}
         return {**server, "weights": weights, "thresholds": self._thresholds(self.gating.norms(weights), logits)}
@@ -193,15 +185,13 @@ class SpikeSlab(Prior):
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
-        sections = {
-            "weights": Section(self.gating.shapes, self.gating.mask),
-            "thresholds": Section(self.gating.gate_shapes, dict),
-        }
-        return Layout(sections, self.gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+        return gated_layout(self.gating, server, thresholds=True)
 
     def uplink(self, server: Tree) -> Layout:
-        sections = {"weights": Section(self.gating.shapes, self.gating.mask)}
-        return Layout(sections, self.gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+        return gated_layout(self.gating, server)
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 def save(path: Path, simulation: Simulation) -> None:
     """Everything that the next round depends on."""
     tensors, numbers = _split(_state(simulation))
+    # safetensors wants memory of its own for every tensor.
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     about = {
         "format": FORMAT,
+        "run": _identity(simulation),
         "round": str(simulation.round),
         "seconds": repr(simulation.seconds),
         "numbers": json.dumps(numbers),
+        "checksum": _checksum(plain),
     }
-    # safetensors wants memory of its own for every tensor.
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     write_atomically(path, safetensors.torch.save(plain, about))
 
 
@@ -49,15 +52,37 @@ def load(path: Path, simulation: Simulation) -> None:
                 raise RunError(f"{path} is not a fedprior checkpoint")
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             numbers, number, seconds = json.loads(about["numbers"]), int(about["round"]), float(about["seconds"])
+            identity, checksum = about["run"], about["checksum"]
     except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
         raise RunError(f"{path} is damaged and cannot be read ({error})") from error
+    if checksum != _checksum(tensors):
+        raise RunError(f"{path} is damaged: its checksum does not match")
+    if identity != _identity(simulation):
+        raise RunError(f"{path} belongs to another run than its config.toml says ({identity})")
     _restore(path, simulation, tensors, numbers)
     simulation.round, simulation.seconds = number, seconds
 
 
+def _identity(simulation: Simulation) -> str:
+    """What must not change between two sessions of a run; learning rates and the number of rounds may."""
+    algorithm = simulation.algorithm
+    server = {section: optimiser.name for section, optimiser in (algorithm.server or {}).items()}
+    return json.dumps({"algorithm": algorithm.name, "server": server, "key": int(simulation.root)})
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    """CRC-32 of all tensors: safetensors has none of its own."""
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].numpy().tobytes(), zlib.crc32(name.encode(), total))
+    return str(total)
+
+
 def _state(simulation: Simulation) -> dict[str, Any]:
     moments = simulation.optimiser.state() if simulation.optimiser else {}
-    return {"server": simulation.server, "optimiser": moments, "accuracy": {"clients": simulation.accuracy}}
+    memory = {str(client): remembered for client, remembered in simulation.memory.items()}
+    clients = {"accuracy": simulation.accuracy}
+    return {"server": simulation.server, "optimiser": moments, "memory": memory, "clients": clients}
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -68,26 +93,44 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _restore(path: Path, simulation: Simulation, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    device = simulation.root.device
-    sections: dict[str, dict[str, dict[str, Any]]] = {"server": {}, "optimiser": {}, "accuracy": {}}
-    for name, value in (tensors | numbers).items():
-        part, section, leaf = ([*name.split("/", 2), ""])[:3]
-        if part not in sections:
-            raise RunError(f"{path} holds {name!r}, which this version does not know")
-        sections[part].setdefault(section, {})[leaf] = value
-    server = {
-        section: {name: value.to(device) for name, value in leaves.items()}
-        for section, leaves in sections["server"].items()
-    }
-    accuracy = tensors.get("accuracy/clients")
-    expected = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in trees.leaves(simulation.server)}
-    found = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in trees.leaves(server)}
-    if (
-        any(found.get(name) != kind for name, kind in expected.items())
-        or accuracy is None
-        or accuracy.shape != simulation.accuracy.shape
-    ):
-        raise RunError(f"{path} belongs to another model, algorithm or task than its config.toml says")
-    simulation.server, simulation.accuracy = server, accuracy
-    if simulation.optimiser is not None:
-        simulation.optimiser.load_state(sections["optimiser"])
+    tree = _nested(tensors | numbers)
+    try:
+        # In the simulation's own order, because sums over parameters depend on it in the last bit.
+        server = _like(simulation.server, tree.pop("server"))
+        accuracy = tree.pop("clients")["accuracy"]
+        blank = simulation.algorithm.correction.remember(simulation.network.params())
+        memory = {int(client): _like(blank, remembered) for client, remembered in tree.pop("memory", {}).items()}
+        if accuracy.shape != simulation.accuracy.shape:
+            raise ValueError(accuracy.shape)
+        if simulation.optimiser is not None:
+            simulation.optimiser.load_state(_moments(tree.pop("optimiser", {})))
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(f"{path} belongs to another model, algorithm or task than its config.toml says") from error
+    simulation.server, simulation.accuracy, simulation.memory = server, accuracy, memory
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `trees.leaves`: no name in a tree holds a slash."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    return tree
+
+
+def _like(model: Any, found: Any) -> Any:
+    """`found` in the order of `model`, on its device; sections that only `found` has come last."""
+    if isinstance(model, dict):
+        extra = {name: child for name, child in found.items() if name not in model}
+        return {name: _like(child, found[name]) for name, child in model.items()} | extra
+    if found.shape != model.shape or found.dtype != model.dtype:
+        raise ValueError(found.shape)
+    return found.to(model.device)
+
+
+def _moments(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """As `TreeOptimiser.state` has them: {section: {"exp_avg/fc.bias": value}}."""
+    return {section: dict(trees.leaves(moments)) for section, moments in tree.items()}

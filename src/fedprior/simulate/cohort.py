@@ -3,6 +3,7 @@
 Measured: on a GPU vectorised is far faster; on a CPU clients in turn are, because grouped convolutions are slow there.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from fedprior import keys, trees
 from fedprior.data import FederatedData
-from fedprior.em import Algorithm, EStep, e_step
+from fedprior.em import Algorithm, e_step
 from fedprior.keys import Purpose
 from fedprior.network import Network
+from fedprior.simulate.attack import Attack
 from fedprior.simulate.batches import CohortBatches, Schedule, client_batches
 from fedprior.trees import Params, Tree
 
@@ -25,23 +27,36 @@ class CohortResult(NamedTuple):
     uploads: Tree
     gates: dict[str, Tensor]
     loss: Tensor
+    memory: Tree
     correct: Tensor
     """Of each client's own test examples, how many its hard assignment gets right."""
+
+
+class Cohort(NamedTuple):
+    """The clients of one round, and what each of them starts with, stacked by client."""
+
+    clients: list[int]
+    packets: Tree
+    memory: Tree
+    hostile: Tensor | None
+    """Which clients attack; None: there are no attacks."""
 
 
 def vectorised(
     algorithm: Algorithm,
     network: Network,
     data: FederatedData,
-    clients: list[int],
-    packets: Tree,
+    cohort: Cohort,
     schedule: Schedule,
     key: Tensor,
+    attack: Attack | None = None,
 ) -> CohortResult:
     """All clients at once: `torch.func.vmap` over a leading client dimension."""
+    clients, packets = cohort.clients, cohort.packets
     client_keys = keys.fold(key, torch.tensor(clients, device=key.device))
     batches = CohortBatches(data, clients, schedule, keys.fold(client_keys, Purpose.BATCHES))
-    step = e_step(algorithm, network, packets, batches, client_keys, vectorised=True)
+    tamper = partial(torch.func.vmap(attack), cohort.hostile) if attack else None
+    step = e_step(algorithm, network, packets, batches, client_keys, cohort.memory, vectorised=True, tamper=tamper)
     params = torch.func.vmap(algorithm.prior.realise)(step.upload, packets)
     return CohortResult(*step, _correct_vectorised(network, data, clients, params))
 
@@ -50,31 +65,24 @@ def in_turn(
     algorithm: Algorithm,
     network: Network,
     data: FederatedData,
-    clients: list[int],
-    packets: Tree,
+    cohort: Cohort,
     schedule: Schedule,
     key: Tensor,
+    attack: Attack | None = None,
 ) -> CohortResult:
     """One client after another."""
-    steps: list[EStep] = []
-    correct = []
-    for position, client in enumerate(clients):
+    results = []
+    for position, client in enumerate(cohort.clients):
         client_key = keys.fold(key, client)
         batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
-        packet = trees.tree_map(_channels_last, trees.row(packets, position))
-        step = e_step(algorithm, network, packet, batches, client_key)
+        packet, memory = trees.tree_map(_channels_last, trees.row((cohort.packets, cohort.memory), position))
+        tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
+        step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper)
         rows = data.test[client]
-        predicted = accuracy_count(
-            network, algorithm.prior.realise(step.upload, packet), data.test_x[rows], data.test_y[rows]
-        )
-        steps.append(step)
-        correct.append(predicted)
-    return CohortResult(
-        trees.stack([s.upload for s in steps]),
-        trees.stack([s.gates for s in steps]),
-        torch.stack([s.loss for s in steps]),
-        torch.stack(correct),
-    )
+        params = algorithm.prior.realise(step.upload, packet)
+        correct = accuracy_count(network, params, data.test_x[rows], data.test_y[rows])
+        results.append(CohortResult(*step, correct))
+    return CohortResult(*(trees.stack(parts) for parts in zip(*results, strict=True)))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -29,7 +29,11 @@ class RunFolder:
 
     def check_unused(self) -> None:
         """Refuse a folder that holds anything."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        try:
+            used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        except OSError as error:
+            raise RunError(f"cannot use {self.path}: {error.strerror}") from error
+        if used:
             hint = f"continue it with `fedprior resume {self.path}`, or choose" if self.config.exists() else "choose"
             raise RunError(f"{self.path} exists; {hint} another folder (--out)")
 
@@ -48,9 +52,13 @@ class RunFolder:
         if not self.config.is_file():
             raise RunError(f"{self.path} is not a run: it has no config.toml")
         try:
-            return tomllib.loads(self.config.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            config = tomllib.loads(self.config.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise RunError(f"{self.config} cannot be read: {error}") from error
+        for table in ("run", "task", "algorithm"):
+            if not isinstance(config.get(table), dict):
+                raise RunError(f"{self.config} has no table [{table}]")
+        return config
 
     def append(self, record: Record) -> None:
         """One line a round."""
@@ -59,11 +67,14 @@ class RunFolder:
 
     def records(self) -> list[Record]:
         """All complete lines; a line cut short by a crash is not one."""
-        lines = self.rounds.read_text(encoding="utf-8").split("\n")[:-1] if self.rounds.exists() else []
         try:
-            return [json.loads(line) for line in lines]
-        except json.JSONDecodeError as error:
+            lines = self.rounds.read_bytes().split(b"\n")[:-1] if self.rounds.exists() else []
+            records = [json.loads(line) for line in lines]
+        except (ValueError, OSError) as error:
             raise RunError(f"{self.rounds} is damaged: {error}") from error
+        if not all(isinstance(record, dict) for record in records):
+            raise RunError(f"{self.rounds} is damaged: a line is not a record")
+        return records
 
     def truncate(self, rounds: int) -> list[Record]:
         """Forget what was recorded after the checkpoint; it will be recorded again."""
@@ -87,9 +98,12 @@ def without_nan(record: Record) -> Record:
 
 
 def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of plain values; JSON writes strings, numbers, booleans and lists as TOML does."""
+    """Tables of plain values; JSON writes numbers, booleans, lists and (but for one character) strings as TOML does."""
     tables = []
     for table, values in config.items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines = [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+            for key, value in values.items()
+        ]
         tables.append("\n".join([f"[{table}]", *lines]))
     return "\n\n".join(tables) + "\n"

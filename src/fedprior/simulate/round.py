@@ -15,8 +15,9 @@ from fedprior.keys import Purpose
 from fedprior.metrics import disagreement, ensemble_accuracy, local_accuracy
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
-from fedprior.simulate import cohort
+from fedprior.simulate.attack import ATTACKS, Attack
 from fedprior.simulate.batches import Schedule
+from fedprior.simulate.cohort import Cohort, CohortResult, in_turn, vectorised
 from fedprior.trees import Tree
 
 Record = dict[str, Any]
@@ -36,10 +37,15 @@ class Simulation:
     vectorised: bool
     encode: bool
     """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
+    attack: Attack | None
+    hostile: Tensor
+    """Which clients attack, if any do."""
     server: Tree
     optimiser: TreeOptimiser | None
     accuracy: Tensor
     """Each client's test accuracy with the model it last sent; nan before its first turn."""
+    memory: dict[int, Tree] = field(default_factory=dict)
+    """What the correction remembers of each client that has had a turn."""
     round: int = 0
     seconds: float = field(default=0.0)
 
@@ -51,12 +57,14 @@ class Simulation:
 
         server = prior.prune(self.server)
         packets, down = self._send_packets(server, clients, key)
-        e_step = cohort.vectorised if self.vectorised else cohort.in_turn
-        result = e_step(self.algorithm, self.network, self.data, clients, packets, self.schedule, key)
+        chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
+        e_step = vectorised if self.vectorised else in_turn
+        result = e_step(self.algorithm, self.network, self.data, chosen, self.schedule, key, self.attack)
         self._check_finite(clients, result, number)
         uploads, up = self._send_uploads(result.uploads, server)
-        self.server = m_step(self.algorithm, server, uploads, self.optimiser)
+        self.server = m_step(self.algorithm, server, uploads, self.optimiser, len(clients) / self.data.clients)
 
+        self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
         self.accuracy[clients] = result.correct.cpu().double() / sizes
         self.round = number
@@ -81,13 +89,19 @@ class Simulation:
             "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         }
 
+    def _recall(self, clients: list[int]) -> Tree:
+        """The clients' memories, stacked; those of new ones are as before a first turn."""
+        blank = self.algorithm.correction.remember(self.network.params())
+        memories: Tree = trees.stack([self.memory.get(client, blank) for client in clients])
+        return memories
+
     def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[Tree, int]:
         """Broadcast, encode, decode: the packets as the clients see them, stacked, and their bytes."""
-        prior, layout = self.algorithm.prior, self.algorithm.prior.downlink(server)
+        prior, layout = self.algorithm.prior, self.algorithm.downlink(server)
         listeners = clients if prior.per_client else clients[:1]
         packets, total = [], 0
         for client in listeners:
-            packet = prior.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+            packet = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
             packet, size = self._through_wire(packet, layout)
             packets.append(packet)
             total += size
@@ -98,7 +112,7 @@ class Simulation:
         return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count
 
     def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
-        layout = self.algorithm.prior.uplink(server)
+        layout = self.algorithm.uplink(server)
         received = [self._through_wire(trees.row(uploads, i), layout) for i in range(self.clients_per_round)]
         return trees.stack([message for message, _ in received]), sum(size for _, size in received)
 
@@ -108,7 +122,7 @@ class Simulation:
         data = wire.encode(message, layout, self.round + 1)
         return wire.decode(data, layout, self.round + 1, self.root.device), len(data)
 
-    def _check_finite(self, clients: list[int], result: cohort.CohortResult, number: int) -> None:
+    def _check_finite(self, clients: list[int], result: CohortResult, number: int) -> None:
         finite = result.loss.isfinite()
         for leaf in result.uploads["weights"].values():
             finite = finite & leaf.sum(tuple(range(1, leaf.dim()))).isfinite()
@@ -130,23 +144,30 @@ def simulation(
     seed: int,
     vectorised: bool = False,
     encode: bool = True,
+    attack: str = "none",
+    attackers: float = 0.0,
     device: torch.device | str = "cpu",
 ) -> Simulation:
-    """A simulation before its first round, on a device."""
+    """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
     network.module.to(device)
-    server = algorithm.prior.init(network.params())
+    root = keys.key(seed, device)
+    server = algorithm.init(network.params())
+    hostile = torch.zeros(data.clients, dtype=torch.bool, device=device)
+    hostile[keys.choose(keys.fold(root, Purpose.ATTACK), data.clients, round(attackers * data.clients))] = True
     return Simulation(
-        algorithm,
-        network,
-        data.to(device),
-        schedule,
-        clients_per_round,
-        keys.key(seed, device),
-        vectorised and algorithm.vectorises,
-        encode,
-        server,
-        TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
-        torch.full((data.clients,), torch.nan, dtype=torch.float64),
+        algorithm=algorithm,
+        network=network,
+        data=data.to(device),
+        schedule=schedule,
+        clients_per_round=clients_per_round,
+        root=root,
+        vectorised=vectorised and algorithm.vectorises,
+        encode=encode,
+        attack=ATTACKS.get(attack),
+        hostile=hostile,
+        server=server,
+        optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
+        accuracy=torch.full((data.clients,), torch.nan, dtype=torch.float64),
     )
 
 

@@ -1,5 +1,6 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fedprior.errors import DivergedError, SettingError
 from fedprior.models import check_trainable
 from fedprior.network import Network
 from fedprior.simulate import checkpoint
+from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import MODES
 from fedprior.simulate.folder import Record, RunFolder
@@ -46,6 +48,10 @@ class Settings:
     device: str = "auto"
     wire: str = "encode"
     """`encode` every message to bytes and back, or only `count` its length."""
+    attack: str = "none"
+    """What hostile clients do: sign-flip, scale or constant."""
+    attackers: float = 0.0
+    """The share of clients that are hostile."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "clients_per_round", "batch_size", "epochs", "evaluate_every"):
@@ -58,6 +64,10 @@ class Settings:
             raise SettingError(f"mode must be auto, {' or '.join(MODES)}, got {self.mode!r}")
         if self.wire not in ("encode", "count"):
             raise SettingError(f"wire must be encode or count, got {self.wire!r}")
+        if self.attack not in ("none", *ATTACKS):
+            raise SettingError(f"attack must be none, {', '.join(ATTACKS)}, got {self.attack!r}")
+        if not 0 <= self.attackers < 1:
+            raise SettingError(f"attackers must be at least 0 and below 1, got {self.attackers}")
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
 
@@ -106,6 +116,8 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         seed=settings.seed,
         vectorised=vectorised,
         encode=settings.wire == "encode",
+        attack=settings.attack,
+        attackers=settings.attackers,
         device=device,
     )
 
@@ -145,7 +157,8 @@ def drive(
     summary = summarise(sim, records, about)
     if folder:
         folder.finish(summary, model)
-    module = sim.network.module
+    # A copy, so that the task still starts from the weights it had.
+    module = copy.deepcopy(sim.network.module)
     module.load_state_dict(model, strict=False)
     return Result(records, summary, module.eval(), sim, folder.path if folder else None)
 

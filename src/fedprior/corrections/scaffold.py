@@ -1,0 +1,52 @@
+"""SCAFFOLD (Karimireddy et al. 2020), option II: control variates against client drift.
+
+    local step    φ ← φ − η (g + c − c_s)
+    client        c_s⁺ = c_s − c + (w − φ*) / (K η),   sends c_s⁺ − c_s
+    server        c ← c + |S|/N · mean of what was sent
+
+The control variates travel with the weights and double the message.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedprior.corrections.base import Correction, Support
+from fedprior.trees import Params, Tree
+from fedprior.wire import Layout, Section
+
+
+class Scaffold(Correction):
+    """Control variates for the weights, whatever the prior."""
+
+    def init(self, weights: Params) -> Tree:
+        return {"control": _zeros(weights)}
+
+    def remember(self, weights: Params) -> Tree:
+        return {"control": _zeros(weights)}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return {"control": server["control"]}
+
+    def direction(self, packet: Tree, memory: Tree, support: Params) -> Params:
+        """c − c_s, on the weights that the client was sent; it may remember others."""
+        return {name: (c - memory["control"][name]) * support.get(name, 1.0) for name, c in packet["control"].items()}
+
+    def conclude(self, start: Params, end: Params, packet: Tree, memory: Tree, scale: Tensor) -> tuple[Tree, Tree]:
+        change = {name: (start[name] - end[name]) / scale.to(c.dtype) - c for name, c in packet["control"].items()}
+        remembered = {name: memory["control"][name] + value for name, value in change.items()}
+        return {"control": change}, {"control": remembered}
+
+    def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
+        control = {
+            name: server["control"][name] + fraction * value.mean(0) for name, value in uploads["control"].items()
+        }
+        return {**server, "control": control}
+
+    def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:
+        shapes = {name: tuple(value.shape) for name, value in server["control"].items()}
+        return replace(layout, sections={**layout.sections, "control": Section(shapes, support)})
+
+
+def _zeros(weights: Params) -> Params:
+    return {name: value.new_zeros(value.shape) for name, value in weights.items()}

@@ -1,0 +1,89 @@
+"""Fixed gates: federated dropout (Caldas et al. 2018).
+
+The hierarchical model of spike and slab with the gate probabilities fixed and the gates global: the server draws a
+sub-network for each client, sends only that, and receives only that.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedprior import keys
+from fedprior.errors import SettingError
+from fedprior.priors.base import Prior, Term
+from fedprior.priors.gated import gated_layout, gated_mean
+from fedprior.priors.gaussian import squared_distance
+from fedprior.trees import Gates, Params, Tree
+from fedprior.units import Gating
+from fedprior.wire import Layout
+
+
+@dataclass(frozen=True)
+class FixedGates(Prior):
+    """Bern(1 − rate) gates, one rate a layer, drawn anew for each client and round."""
+
+    gating: Gating
+    rates: Mapping[str, float]
+    precision: float = 0.0
+    noise: bool = False
+    """Dropout at the client as well, at the same rates, drawn at every local step."""
+    per_client = True
+
+    def __post_init__(self) -> None:
+        for layer, rate in self.rates.items():
+            if not 0 <= rate < 1:
+                raise SettingError(f"the dropout rate of {layer} must be at least 0 and below 1, got {rate}")
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
+        mask = self.gating.mask(assignment["gates"])
+        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+
+    def temper(self) -> Mapping[str, float]:
+        return {"drift": self.precision}
+
+    def init(self, params: Params) -> Tree:
+        return {"weights": params}
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        """A sub-network for one client."""
+        gates, floored = self.gating.floor(*self._draw(server["weights"], key))
+        return {"weights": self.gating.prune(server["weights"], gates), "gates": gates, "floored": floored}
+
+    def _draw(self, like: Params, key: Tensor) -> tuple[Gates, Gates]:
+        """Gates, and the draws themselves as scores for the floor."""
+        some = next(iter(like.values()))
+        draws = {
+            layer: keys.uniform(keys.fold(key, i), shape, some.dtype)
+            for i, (layer, shape) in enumerate(self.gating.gate_shapes.items())
+        }
+        return {layer: (u >= self.rates[layer]).to(u.dtype) for layer, u in draws.items()}, draws
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        return {**server, "weights": gated_mean(self.gating, assignments, server)}
+
+    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
+        if not self.noise:
+            return self.gating.apply(local["weights"], packet["gates"])
+        drawn, _ = self._draw(local["weights"], key)
+        kept = {layer: packet["gates"][layer] * gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
+        return self.gating.apply(local["weights"], kept)
+
+    def expect(self, local: Tree, packet: Tree) -> Tree:
+        return {"weights": local["weights"], "gates": packet["gates"]}
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
+
+    def downlink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def uplink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)

@@ -1,0 +1,29 @@
+"""What the priors with gates share."""
+
+import torch
+
+from fedprior.trees import Params, Tree
+from fedprior.units import Gating
+from fedprior.wire import Layout, Section
+
+
+def gated_mean(gating: Gating, assignments: Tree, server: Tree) -> Params:
+    """w = Σ_s z_s φ_s / Σ_s z_s; a weight that no client sent keeps its value."""
+    sent = torch.func.vmap(gating.mask)(assignments["gates"])
+    means = {}
+    for name, values in assignments["weights"].items():
+        if name not in sent:
+            means[name] = values.mean(0)
+            continue
+        total = sent[name].sum(0)
+        mean = (sent[name] * values).sum(0) / total.clamp(min=1)
+        means[name] = torch.where(total > 0, mean, server["weights"][name])
+    return means
+
+
+def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layout:
+    """Gates, what they leave of the weights, and if asked one threshold an open gate."""
+    sections = {"weights": Section(gating.shapes, gating.mask)}
+    if thresholds:
+        sections["thresholds"] = Section(gating.gate_shapes, dict)
+    return Layout(sections, gating.gate_shapes, next(iter(server["weights"].values())).dtype)

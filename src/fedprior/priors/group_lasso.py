@@ -1,0 +1,81 @@
+"""Group lasso at the client: the paper's FedL1 baseline.
+
+    loss(w_s) + λ Σ_g ‖w_sg‖₂
+
+Before either side speaks, groups with a norm of at most λ are set to zero and not sent. The server takes the plain
+difference to what it receives, so that an absent group is a vote for zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.priors.base import Prior, Term
+from fedprior.priors.gated import gated_layout
+from fedprior.priors.gaussian import squared_distance
+from fedprior.trees import Gates, Params, Tree
+from fedprior.units import Gating
+from fedprior.wire import Layout
+
+
+@dataclass(frozen=True)
+class GroupLasso(Prior):
+    """A group-lasso penalty of strength λ, which is also the threshold."""
+
+    gating: Gating
+    strength: float = 2e-3
+
+    def __post_init__(self) -> None:
+        if not self.strength >= 0:
+            raise SettingError(f"strength must be at least 0, got {self.strength}")
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift, "lasso": self.lasso}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ ‖φ − w‖², absent groups counting as zero."""
+        return -0.5 * squared_distance(assignment["weights"], server["weights"])
+
+    def lasso(self, assignment: Tree, server: Tree) -> Tensor:
+        """−Σ_g ‖φ_g‖₂."""
+        return -torch.stack([norm.sum() for norm in self.gating.norms(assignment["weights"]).values()]).sum()
+
+    def temper(self) -> Mapping[str, float]:
+        return {"lasso": self.strength}
+
+    def init(self, params: Params) -> Tree:
+        return {"weights": params}
+
+    def _threshold(self, params: Params) -> tuple[Gates, Gates]:
+        norms = self.gating.norms(params)
+        return self.gating.floor({layer: (n > self.strength).to(n.dtype) for layer, n in norms.items()}, norms)
+
+    def prune(self, server: Tree) -> Tree:
+        gates, floored = self._threshold(server["weights"])
+        return {**server, "weights": self.gating.prune(server["weights"], gates), "floored": floored}
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        return {"weights": server["weights"], "gates": self._threshold(server["weights"])[0]}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """The mean, absent groups counting as zero."""
+        return {**server, "weights": {name: value.mean(0) for name, value in assignments["weights"].items()}}
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        gates, floored = self._threshold(local["weights"])
+        return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
+
+    def downlink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def uplink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def effective_parameters(self, server: Tree) -> int:
+        return int(self.gating.effective_parameters(self._threshold(server["weights"])[0]))

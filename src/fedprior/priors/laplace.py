@@ -1,0 +1,80 @@
+"""The Laplace prior: the robust median.
+
+    log p(φ | w) = −λ Σ_j |φ_j − w_j| + const
+
+Its pull is not smooth, so the client takes an exact proximal step after each gradient step, and many of its weights
+stay *equal* to the server's. Only those that differ are sent. The closed-form M-step is the coordinate-wise median,
+which outliers do not move; the gradient M-step adds up signs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.priors.base import Prior, Term
+from fedprior.priors.gaussian import dense_layout
+from fedprior.trees import Params, Tree
+from fedprior.wire import Layout, Section
+
+
+@dataclass(frozen=True)
+class Laplace(Prior):
+    """Lap(w, 1/λ) over every parameter; `precision` is λ."""
+
+    precision: float = 1e-3
+    smooth = False
+
+    def __post_init__(self) -> None:
+        if not self.precision >= 0:
+            raise SettingError(f"precision must be at least 0, got {self.precision}")
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"distance": self.distance}
+
+    def distance(self, assignment: Tree, server: Tree) -> Tensor:
+        """−Σ |φ − w|, whose gradient in w is Σ sign(φ − w)."""
+        parts = [(assignment["weights"][name] - w).abs().sum() for name, w in server["weights"].items()]
+        return -sum(parts[1:], parts[0])
+
+    def temper(self) -> Mapping[str, float]:
+        """Nothing: the client's pull is `prox`."""
+        return {}
+
+    def prox(self, local: Tree, packet: Tree, lr: Tensor) -> Tree:
+        """w + soft(φ − w, lr·λ): the minimiser of λ|φ' − w| + (φ' − φ)²/(2 lr), exactly w when φ is near."""
+        pulled = {}
+        for name, w in packet["weights"].items():
+            away = local["weights"][name] - w
+            pulled[name] = w + away.sign() * (away.abs() - lr.to(w.dtype) * self.precision).clamp(min=0)
+        return {"weights": pulled}
+
+    def init(self, params: Params) -> Tree:
+        return {"weights": params}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """The median; of an even number of clients, the middle between the two in the middle."""
+        medians = {}
+        for name, values in assignments["weights"].items():
+            ordered, count = values.sort(0).values, values.shape[0]
+            medians[name] = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+        return {**server, "weights": medians}
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        """The gates say which weights moved; the others need not be sent."""
+        moved = {name: (local["weights"][name] != w).to(w.dtype) for name, w in packet["weights"].items()}
+        return {"weights": {name: moved[name] * value for name, value in local["weights"].items()}, "gates": moved}
+
+    def realise(self, upload: Tree, reference: Tree) -> Params:
+        return {
+            name: upload["gates"][name] * value + (1 - upload["gates"][name]) * reference["weights"][name]
+            for name, value in upload["weights"].items()
+        }
+
+    def downlink(self, server: Tree) -> Layout:
+        return dense_layout(server["weights"])
+
+    def uplink(self, server: Tree) -> Layout:
+        shapes = {name: tuple(value.shape) for name, value in server["weights"].items()}
+        return Layout({"weights": Section(shapes, dict)}, shapes, next(iter(server["weights"].values())).dtype)

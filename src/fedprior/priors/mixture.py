@@ -1,0 +1,99 @@
+"""A mixture of K Gaussians: an ensemble.
+
+    p(φ | w_1 … w_K) = 1/K Σ_k N(φ | w_k, 1/λ)
+
+A client starts at the component that explains its data best and is pulled towards all of them by their
+responsibilities. The server moves each component to the responsibility-weighted mean, and predicts with all of them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprior import keys
+from fedprior.errors import SettingError
+from fedprior.priors.base import Explain, Prior, Term
+from fedprior.priors.gaussian import dense_layout, squared_distance
+from fedprior.trees import Params, Tree
+from fedprior.wire import Layout
+
+
+@dataclass(frozen=True)
+class Mixture(Prior):
+    """`components` is K and `precision` is λ. The server's weights are stacked [K, …]."""
+
+    components: int = 3
+    precision: float = 0.1
+    seed: int = 0
+    """Of the components' different starts."""
+
+    @property
+    def looks_at_data(self) -> bool:  # type: ignore[override]
+        return self.components > 1
+
+    def __post_init__(self) -> None:
+        if self.components < 1:
+            raise SettingError(f"components must be at least 1, got {self.components}")
+        if not self.precision > 0:
+            raise SettingError(f"precision must be above 0, got {self.precision}")
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"mixture": self.mixture}
+
+    def mixture(self, assignment: Tree, server: Tree) -> Tensor:
+        """1/λ log 1/K Σ_k exp(−λ/2 ‖φ − w_k‖²), whose gradient in w_k is r_k (φ − w_k)."""
+        return (self._log_densities(assignment, server).logsumexp(0) - math.log(self.components)) / self.precision
+
+    def temper(self) -> Mapping[str, float]:
+        return {"mixture": self.precision}
+
+    def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
+        """p(z = k | φ): how much component k answers for this client."""
+        return self._log_densities(assignment, server).softmax(0)
+
+    def _log_densities(self, assignment: Tree, server: Tree) -> Tensor:
+        distances = torch.func.vmap(squared_distance, (None, 0))(assignment["weights"], server["weights"])
+        return -0.5 * self.precision * distances
+
+    def init(self, params: Params) -> Tree:
+        """The model itself, and K − 1 copies with the entries of every tensor shuffled.
+
+        Shuffling keeps the distribution that an initialisation has, so each copy starts as good and elsewhere.
+        """
+        weights = {}
+        for i, (name, value) in enumerate(params.items()):
+            rows = [value]
+            for k in range(1, self.components):
+                key = keys.fold(keys.fold(keys.key(self.seed, value.device), k), i)
+                rows.append(value.flatten()[keys.permutation(key, value.numel(), value.numel())].reshape(value.shape))
+            weights[name] = torch.stack(rows)
+        return {"weights": weights}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        """w_k = Σ_s r_sk φ_s / Σ_s r_sk; a component that no client answers to stays where it is."""
+        shares = torch.func.vmap(self.responsibilities, (0, None))(assignments, server)
+        total = shares.sum(0)
+        weights = {}
+        for name, values in assignments["weights"].items():
+            mean = torch.einsum("sk,s...->k...", shares / total.clamp(min=1e-12), values)
+            lonely = (total < 1e-6).reshape(-1, *[1] * (values.dim() - 1))
+            weights[name] = torch.where(lonely, server["weights"][name], mean)
+        return {**server, "weights": weights}
+
+    def predict(self, server: Tree) -> Params:
+        return server["weights"]
+
+    def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
+        if self.components == 1:
+            return {"weights": {name: value[0] for name, value in packet["weights"].items()}}
+        best = torch.func.vmap(explain)(packet["weights"]).argmin().reshape(1)
+        return {"weights": {name: value.index_select(0, best)[0] for name, value in packet["weights"].items()}}
+
+    def downlink(self, server: Tree) -> Layout:
+        return dense_layout(server["weights"])
+
+    def uplink(self, server: Tree) -> Layout:
+        return dense_layout({name: value[0] for name, value in server["weights"].items()})
