@@ -1,6 +1,7 @@
 """The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`."""
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -52,8 +53,9 @@ def options(
     """Options before the command."""
     if version:
         console.print(__version__, highlight=False)
-    elif context.invoked_subcommand is None:
-        console.print(context.get_help(), end="")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
 
 
 @app.command("run")
@@ -177,7 +179,7 @@ def main() -> None:
         code = 130
     except (FedpriorError, UsageError, OSError) as error:
         if debug:
-            raise
+            traceback.print_exc()
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         errors.print(f"[bold red]error:[/] {escape(' '.join(text.split()))}", highlight=False, soft_wrap=True)
         code = 2

@@ -5,7 +5,7 @@ has a leading client dimension; both draw the same random numbers.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -54,11 +54,13 @@ class Algorithm:
 
     def downlink(self, server: Tree) -> Layout:
         """The layout of a packet."""
-        return self.correction.extend(self.prior.downlink(server), server, self.prior.support)
+        layout = self.correction.extend(self.prior.downlink(server), server, self.prior.support)
+        return replace(layout, direction="down")
 
     def uplink(self, server: Tree) -> Layout:
         """The layout of an upload."""
-        return self.correction.extend(self.prior.uplink(server), server, self.prior.support)
+        layout = self.correction.extend(self.prior.uplink(server), server, self.prior.support)
+        return replace(layout, direction="up")
 
 
 class Batch(NamedTuple):
@@ -124,12 +126,13 @@ def e_step(
     direction = correction.direction(packet, memory, support)
     optimiser = TreeOptimiser(algorithm.local, start)
     local = optimiser.values
-    lr = torch.full(key.shape, algorithm.local["weights"].lr, device=key.device)
-    total, steps = torch.zeros(key.shape, device=key.device), torch.zeros(key.shape, device=key.device)
+    lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
+    total, steps = torch.zeros_like(lr), torch.zeros_like(lr)
+    step_key = keys.fold(key, Purpose.STEP)
     for step in range(len(batches)):
         batch = batches[step]
         before = tree_map(Tensor.clone, local) if batch.active is not None else local
-        grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, keys.fold(key, step))
+        grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, keys.fold(step_key, step))
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
@@ -137,7 +140,7 @@ def e_step(
             optimiser.load(lift(prior.prox)(local, packet, lr))
         if batch.active is not None:
             optimiser.load(tree_map(partial(_where, batch.active), local, before))
-        taken = 1.0 if batch.active is None else batch.active.to(loss.dtype)
+        taken = 1.0 if batch.active is None else batch.active.to(lr.dtype)
         total, steps = total + loss.detach() * taken, steps + taken
     if tamper:
         local = tamper(local, packet)
@@ -171,22 +174,22 @@ def m_step(
     return {**server, **tree_map(Tensor.clone, optimiser.values)}
 
 
-def _all(prior: Prior, batches: Batches) -> list[Batch]:
-    """Every batch, for a prior whose clients look at their data before they start."""
-    return [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
+def _all(prior: Prior, batches: Batches) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Every example and its weight, for a prior whose clients look at their data before they start."""
+    steps = [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
+    return [
+        (b.x, b.y, b.weight if b.active is None or b.weight is None else b.weight * b.active[:, None]) for b in steps
+    ]
 
 
-def _adopter(prior: Prior, network: Network) -> Callable[[Tree, Tensor, list[Any]], Tree]:
+def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
     """`prior.adopt` with a client's mean loss over its batches as `explain`."""
 
-    def adopt(packet: Tree, key: Tensor, batches: list[Batch]) -> Tree:
+    def adopt(packet: Tree, key: Tensor, batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tree:
         def explain(params: Params) -> Tensor:
-            losses, counts = [], []
-            for x, y, weight, active in batches:
-                count = torch.ones(()) * len(y) if weight is None else weight.sum()
-                counts.append(count if active is None else count * active)
-                losses.append(network.evaluation_loss(params, x, y, weight) * counts[-1])
-            return torch.stack(losses).sum() / torch.stack(counts).sum()
+            sizes = [torch.full((), len(y), device=y.device) if w is None else w.sum() for _, y, w in batches]
+            losses = [network.evaluation_loss(params, *batch) * n for batch, n in zip(batches, sizes, strict=True)]
+            return torch.stack(losses).sum() / torch.stack(sizes).sum()
 
         return prior.adopt(packet, key, explain)
 

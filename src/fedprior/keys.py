@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     DROPOUT = 6
     COMMIT = 7
     ATTACK = 8
+    STEP = 9
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -52,7 +53,8 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
     """A new key from a key and a number, element by element: `fold(key, client_ids)` gives one key a client."""
     data = torch.as_tensor(data, dtype=torch.int64, device=key.device)
-    return _mix(key ^ _mix(data + _GAMMA))
+    # The key is mixed once more than the data: alike, fold(key(a), b) and fold(key(b), a) would be the same key.
+    return _mix(_mix(key + _GAMMA) ^ _mix(data + _GAMMA))
 
 
 def bits(key: Tensor, count: int) -> Tensor:

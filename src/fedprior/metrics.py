@@ -6,21 +6,32 @@ from torch import Tensor
 from fedprior.data import FederatedData
 from fedprior.network import Network
 from fedprior.trees import Gates, Params
+from fedprior.workers import Workers
 
 
-def ensemble_accuracy(network: Network, models: Params, data: FederatedData, batch: int = 1024) -> float:
+def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
+    """How many of these examples a model gets right."""
+    total = torch.zeros((), dtype=torch.int64, device=y.device)
+    with torch.no_grad():
+        for start in range(0, len(y), batch):
+            outputs = network.predict(params, x[start : start + batch])
+            total += (outputs.argmax(-1) == y[start : start + batch]).sum()
+    return total
+
+
+def ensemble_accuracy(workers: Workers, models: Params, data: FederatedData, batch: int = 512) -> float:
     """Accuracy on the union of the clients' test sets; stacked models vote with their mean probabilities."""
     rows = data.test.rows.unique()
     if len(rows) == 0:
         return float("nan")
-    count = len(next(iter(models.values())))
-    correct = 0
-    with torch.no_grad():
-        for chosen in rows.split(batch):
-            votes = [network.predict({k: v[i] for k, v in models.items()}, data.test_x[chosen]) for i in range(count)]
-            outputs = votes[0] if count == 1 else torch.stack([vote.softmax(-1) for vote in votes]).mean(0)
-            correct += int((outputs.argmax(-1) == data.test_y[chosen]).sum())
-    return correct / len(rows)
+    members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]
+
+    def correct(network: Network, chosen: Tensor) -> int:
+        with torch.no_grad():
+            votes = torch.stack([network.predict(member, data.test_x[chosen]).softmax(-1) for member in members])
+        return int((votes.mean(0).argmax(-1) == data.test_y[chosen]).sum())
+
+    return sum(workers.map(correct, rows.split(batch))) / len(rows)
 
 
 def local_accuracy(accuracy: Tensor) -> float:

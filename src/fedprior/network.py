@@ -28,11 +28,18 @@ class Network:
     module: nn.Module
     example: Tensor
     loss: Loss = cross_entropy
-    noisy: bool = field(init=False)
+    tied: dict[str, str] = field(init=False)
+    """Where a parameter stands a second time, and its name where it stands first."""
 
     def __post_init__(self) -> None:
-        noisy = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.module.modules())
-        object.__setattr__(self, "noisy", noisy)
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        slots = (
+            (f"{prefix}.{name}" if prefix else name, p)
+            for prefix, module in self.module.named_modules()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        tied = {slot: first[id(p)] for slot, p in slots if slot != first[id(p)]}
+        object.__setattr__(self, "tied", tied)
 
     def params(self) -> Params:
         """A copy of the module's own parameters."""
@@ -41,22 +48,26 @@ class Network:
     def predict(self, params: Params, x: Tensor) -> Tensor:
         """The module's outputs with other parameters, without dropout."""
         self.module.eval()
-        out: Tensor = torch.func.functional_call(self.module, params, (x,))
-        return out
+        return self._run(params, x)
 
     def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
         """The mean loss of a batch; examples of weight zero are padding."""
         self.module.train()
-        if self.noisy:
-            with _KeyedDropout(key):
-                outputs = torch.func.functional_call(self.module, params, (x,))
-        else:
-            outputs = torch.func.functional_call(self.module, params, (x,))
+        # Always on, because `forward` may call dropout as a plain function; it costs next to nothing.
+        with _KeyedDropout(key):
+            outputs = self._run(params, x)
         return _mean(self.loss(outputs, y), weight)
 
     def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         """The same without dropout."""
         return _mean(self.loss(self.predict(params, x), y), weight)
+
+    def _run(self, params: Params, x: Tensor) -> Tensor:
+        # torch's own tie_weights leaves the values of this call in a module that is registered under two names
+        # (pytorch#164759), so tied parameters are passed by name.
+        tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
+        out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        return out
 
 
 def _mean(losses: Tensor, weight: Tensor | None) -> Tensor:
@@ -82,6 +93,8 @@ class _KeyedDropout(TorchFunctionMode):
     def _drop(self, func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return x
+        if p == 1:
+            return x * 0
         self.calls += 1
         spatial = self.CHANNELWISE.get(func, 0)
         shape = tuple(x.shape[: x.dim() - spatial]) + (1,) * spatial

@@ -5,6 +5,7 @@ each client's own optimiser. Those that do not are listed here, and the simulato
 """
 
 import ast
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,12 @@ class Optimiser:
             raise SettingError(f"torch.optim has no optimiser {self.name!r}")
         if self.name in UNUSABLE:
             raise SettingError(f"{self.name} cannot be used here: {UNUSABLE[self.name]}")
+        for key, value in self.settings.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SettingError(f"{self.name}: {key} must be finite, got {value}")
         try:
             self.build([torch.zeros(1, 1)])
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # torch checks its settings in many ways: Adam's betas=(0.9,) is an IndexError
             raise SettingError(f"{self}: {error}") from error
 
     @classmethod
@@ -44,11 +48,13 @@ class Optimiser:
             call = ast.parse(text.strip(), mode="eval").body
             if isinstance(call, ast.Name):
                 return cls(call.id)
-            assert isinstance(call, ast.Call)
-            assert isinstance(call.func, ast.Name)
-            assert not call.args
-            return cls(call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
-        except (SyntaxError, AssertionError, ValueError) as error:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                raise ValueError(text)
+            settings = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            if len(settings) < len(call.keywords):
+                raise ValueError(text)
+            return cls(call.func.id, settings)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
             raise SettingError(f"an optimiser is written like SGD(lr=0.05), got {text!r}") from error
 
     def __str__(self) -> str:
@@ -56,7 +62,10 @@ class Optimiser:
 
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         """The torch optimiser over these tensors."""
-        built: torch.optim.Optimizer = getattr(torch.optim, self.name)(tensors, **self.settings)
+        try:
+            built: torch.optim.Optimizer = getattr(torch.optim, self.name)(tensors, **self.settings)
+        except ValueError as error:  # Muon, for one, takes matrices only
+            raise SettingError(f"{self}: {error}") from error
         return built
 
     @property
@@ -90,13 +99,15 @@ class TreeOptimiser:
                 value.copy_(tree[section][name])
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Each optimiser's moments: {section: {"exp_avg/fc.bias": tensor or number}}."""
+        """A copy of each optimiser's moments: {section: {"exp_avg/fc.bias": tensor or number}}."""
         out: dict[str, dict[str, Any]] = {}
         for section, optimiser in self.optimisers.items():
             names = list(self.values[section])
             states = optimiser.state_dict()["state"]
             out[section] = {
-                f"{key}/{names[i]}": value for i, moments in states.items() for key, value in moments.items()
+                f"{key}/{names[i]}": value.clone() if isinstance(value, Tensor) else value
+                for i, moments in states.items()
+                for key, value in moments.items()
             }
         return out
 

@@ -39,7 +39,7 @@ def convert(option: Option, value: Any) -> Any:
     """A value of the option's type, from text or from a TOML value."""
     try:
         return _convert(option.kind, value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         kind = getattr(option.kind, "__name__", str(option.kind))
         raise SettingError(f"{option.name} must be {kind}, got {value!r}") from error
 
@@ -64,7 +64,7 @@ def _convert(kind: Any, value: Any) -> Any:
             raise ValueError(value)
         return number
     if kind == tuple[str, ...]:
-        return tuple(part for part in value.split(",") if part) if text else tuple(value)
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if text else tuple(value)
     return str(value)
 
 

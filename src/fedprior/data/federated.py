@@ -77,7 +77,7 @@ class FederatedData:
             test_y,
             _runs([len(c[1]) for c in clients]),
             _runs([len(t[1]) for t in tests]),
-            classes if classes is not None else int(torch.cat([y, test_y]).max()) + 1,
+            classes if classes is not None else 0 if y.is_floating_point() else int(torch.cat([y, test_y]).max()) + 1,
         )
         data.check(min_examples)
         return data

@@ -53,8 +53,9 @@ def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.ran
         for _ in range(size):
             left = np.array([len(pool) > 0 for pool in pools])
             weight = preference * left
-            # A client whose classes are all gone takes what is left.
-            weight = weight if weight.sum() > 0 else left.astype(float)
+            if weight.sum() == 0:
+                # A client whose classes are all gone turns to one that is left.
+                weight = preference = np.eye(len(pools))[random.choice(np.flatnonzero(left))]
             c = int(np.searchsorted(np.cumsum(weight), random.random_sample() * weight.sum(), side="right"))
             # Rounding may step past the last class that is left.
             hand.append(pools[min(c, np.flatnonzero(weight)[-1])].pop())

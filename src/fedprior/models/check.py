@@ -8,7 +8,8 @@ from fedprior.errors import ModelError
 def check_trainable(model: nn.Module) -> None:
     """Refuse what federated training cannot give a meaning to, and say what to use instead."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batchnorm or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats):
             why = (
                 "its running statistics are a state that each client's data moves away from the others'"
                 if module.track_running_stats

@@ -13,10 +13,12 @@ from fedprior import keys, trees
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm, e_step
 from fedprior.keys import Purpose
+from fedprior.metrics import accuracy_count
 from fedprior.network import Network
 from fedprior.simulate.attack import Attack
 from fedprior.simulate.batches import CohortBatches, Schedule, client_batches
 from fedprior.trees import Params, Tree
+from fedprior.workers import Workers
 
 MODES = ("vectorised", "in-turn")
 
@@ -63,16 +65,17 @@ def vectorised(
 
 def in_turn(
     algorithm: Algorithm,
-    network: Network,
+    workers: Workers,
     data: FederatedData,
     cohort: Cohort,
     schedule: Schedule,
     key: Tensor,
     attack: Attack | None = None,
 ) -> CohortResult:
-    """One client after another."""
-    results = []
-    for position, client in enumerate(cohort.clients):
+    """One client after another, on as many cores as there are workers."""
+
+    def client_result(network: Network, position: int) -> CohortResult:
+        client = cohort.clients[position]
         client_key = keys.fold(key, client)
         batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
         packet, memory = trees.tree_map(_channels_last, trees.row((cohort.packets, cohort.memory), position))
@@ -80,24 +83,15 @@ def in_turn(
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper)
         rows = data.test[client]
         params = algorithm.prior.realise(step.upload, packet)
-        correct = accuracy_count(network, params, data.test_x[rows], data.test_y[rows])
-        results.append(CohortResult(*step, correct))
+        return CohortResult(*step, accuracy_count(network, params, data.test_x[rows], data.test_y[rows]))
+
+    results = workers.map(client_result, range(len(cohort.clients)))
     return CohortResult(*(trees.stack(parts) for parts in zip(*results, strict=True)))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
     """The layout in which CPU convolutions are fastest; the numbers stay where they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch: int = 1024) -> Tensor:
-    """How many of these examples one model gets right."""
-    total = torch.zeros((), dtype=torch.int64, device=y.device)
-    with torch.no_grad():
-        for start in range(0, len(y), batch):
-            outputs = network.predict(params, x[start : start + batch])
-            total += (outputs.argmax(-1) == y[start : start + batch]).sum()
-    return total
 
 
 def _correct_vectorised(network: Network, data: FederatedData, clients: list[int], params: Params) -> Tensor:

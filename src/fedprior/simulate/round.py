@@ -19,6 +19,7 @@ from fedprior.simulate.attack import ATTACKS, Attack
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import Cohort, CohortResult, in_turn, vectorised
 from fedprior.trees import Tree
+from fedprior.workers import Workers
 
 Record = dict[str, Any]
 
@@ -35,6 +36,8 @@ class Simulation:
     root: Tensor
     """The key of the run, from its seed."""
     vectorised: bool
+    workers: Workers
+    """What clients in turn, and evaluations, run on."""
     encode: bool
     """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
     attack: Attack | None
@@ -58,8 +61,7 @@ class Simulation:
         server = prior.prune(self.server)
         packets, down = self._send_packets(server, clients, key)
         chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
-        e_step = vectorised if self.vectorised else in_turn
-        result = e_step(self.algorithm, self.network, self.data, chosen, self.schedule, key, self.attack)
+        result = self._e_steps(chosen, key)
         self._check_finite(clients, result, number)
         uploads, up = self._send_uploads(result.uploads, server)
         self.server = m_step(self.algorithm, server, uploads, self.optimiser, len(clients) / self.data.clients)
@@ -84,10 +86,16 @@ class Simulation:
         server = prior.prune(self.server)
         models = prior.predict(server)
         return {
-            "global_accuracy": ensemble_accuracy(self.network, models, self.data),
+            "global_accuracy": ensemble_accuracy(self.workers, models, self.data),
             "local_accuracy": local_accuracy(self.accuracy),
             "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         }
+
+    def _e_steps(self, chosen: Cohort, key: Tensor) -> CohortResult:
+        """The cohort's E-steps, vectorised or in turn."""
+        if self.vectorised:
+            return vectorised(self.algorithm, self.network, self.data, chosen, self.schedule, key, self.attack)
+        return in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
@@ -143,6 +151,7 @@ def simulation(
     clients_per_round: int,
     seed: int,
     vectorised: bool = False,
+    workers: int = 1,
     encode: bool = True,
     attack: str = "none",
     attackers: float = 0.0,
@@ -162,6 +171,7 @@ def simulation(
         clients_per_round=clients_per_round,
         root=root,
         vectorised=vectorised and algorithm.vectorises,
+        workers=Workers(network, workers),
         encode=encode,
         attack=ATTACKS.get(attack),
         hostile=hostile,

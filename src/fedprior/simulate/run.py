@@ -45,6 +45,8 @@ class Settings:
     """Save a checkpoint every so many rounds; none: about every 20 seconds."""
     mode: str = "auto"
     """`vectorised` over the cohort, or clients `in-turn`; auto: vectorised on a GPU."""
+    workers: int | None = None
+    """Clients in turn that train side by side on a CPU, a core each; none: as many as torch has threads."""
     device: str = "auto"
     wire: str = "encode"
     """`encode` every message to bytes and back, or only `count` its length."""
@@ -57,7 +59,7 @@ class Settings:
         for name in ("rounds", "clients_per_round", "batch_size", "epochs", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("local_steps", "checkpoint_every"):
+        for name in ("local_steps", "checkpoint_every", "workers"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mode not in ("auto", *MODES):
@@ -115,6 +117,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         clients_per_round=settings.clients_per_round,
         seed=settings.seed,
         vectorised=vectorised,
+        workers=1 if device.type != "cpu" else settings.workers or torch.get_num_threads(),
         encode=settings.wire == "encode",
         attack=settings.attack,
         attackers=settings.attackers,

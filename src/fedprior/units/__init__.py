@@ -1,6 +1,7 @@
 """Which parameters form a unit, what dies with it downstream, and so how large a pruned network is."""
 
 from fedprior.units.gating import Gating, UnitGating, WeightGating
-from fedprior.units.trace import Layer, Reader, Structure, find_structure
+from fedprior.units.structure import Layer, Reader, Structure
+from fedprior.units.trace import find_structure
 
 __all__ = ["Gating", "Layer", "Reader", "Structure", "UnitGating", "WeightGating", "find_structure"]

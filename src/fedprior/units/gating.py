@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.trees import Gates, Params
-from fedprior.units.trace import Structure
+from fedprior.units.structure import Structure
 
 
 class Gating(ABC):

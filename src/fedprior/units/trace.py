@@ -8,66 +8,26 @@ those units are closed.
 
 import copy
 import math
-import operator
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fedprior.errors import ModelError
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-# Operations that map a channel of zeros to a channel of zeros, and leave the channels where they are.
-ZERO_PRESERVING_MODULES: tuple[type[nn.Module], ...] = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
-    *(nn.Hardswish, nn.Hardtanh, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Identity),
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+from fedprior.units.operations import (
+    CONVOLUTIONS,
+    FLATTENS,
+    NORMS,
+    ZERO_PRESERVING_MODULES,
+    ZERO_PRESERVING_NAMES,
+    keeps_zero,
+    name_of,
+    pooled,
 )
-_ZERO_PRESERVING_NAMES = (
-    *("relu", "relu_", "relu6", "leaky_relu", "prelu", "elu", "celu", "selu", "gelu", "silu", "mish", "tanh"),
-    *("hardswish", "hardtanh", "softsign", "dropout", "dropout1d", "dropout2d", "dropout3d", "contiguous", "clone"),
-    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
-)
-_FLATTENS = ("flatten", "view", "reshape")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A gated layer: unit j owns row j of each of `parameters`."""
-
-    name: str
-    size: int
-    parameters: tuple[str, ...]
-    kind: str
-    """`conv` or `linear`."""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A weight whose columns read a wire: channel j feeds `repeat` columns, and is silent when all `sources` are."""
-
-    parameter: str
-    sources: tuple[str, ...]
-    repeat: int
-
-
-@dataclass(frozen=True)
-class Structure:
-    """What tracing found: the gated layers, and the weights that read them."""
-
-    layers: tuple[Layer, ...]
-    readers: tuple[Reader, ...]
-    shapes: dict[str, tuple[int, ...]]
-    output_layers: tuple[str, ...]
+from fedprior.units.structure import Layer, Reader, Structure
 
 
 @dataclass(frozen=True)
@@ -88,10 +48,14 @@ class _Shapes(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.shapes: dict[fx.Node, tuple[int, ...] | None] = {}
+        self.containers: set[fx.Node] = set()
+        """Values that are not a tensor but hold some: what `chunk` or a recurrent layer returns."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         self.shapes[n] = tuple(value.shape) if isinstance(value, Tensor) else None
+        if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+            self.containers.add(n)
         return value
 
 
@@ -100,25 +64,30 @@ def find_structure(
 ) -> Structure:
     """The units of `model`, for inputs shaped like `example` (one input, without the batch dimension).
 
-    The layers that feed the output are not gated unless `gate_output`; neither are those named in `ungated`.
+    The layers that feed the output are not gated unless `gate_output`; neither are those named in `ungated`, nor those
+    that are frozen.
     """
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
-    for name in ungated:
+    named = frozenset(ungated)
+    for name in sorted(named):
         if name not in known:
             raise ModelError(
                 f"ungated: {name!r} is not a convolution or linear layer of the model; it has {sorted(known)}"
             )
+    own = _own_parameters(model, graph)
+    frozen = {name for name in known if any(not p.requires_grad for p in model.get_submodule(name).parameters())}
+    fixed = named | frozen
     # The first walk asks only which layers reach the output; what it cannot read is none of its business.
-    outputs = _Walk(graph, frozenset(ungated), lenient=True).run().output
-    excluded = frozenset(ungated) | (frozenset() if gate_output else outputs)
-    walk = _Walk(graph, excluded, lenient=False).run()
+    outputs = _Walk(graph, own, fixed, lenient=True).run().output
+    excluded = fixed | (frozenset() if gate_output else outputs)
+    walk = _Walk(graph, own, excluded, lenient=False).run()
     if not walk.layers:
         raise ModelError(
             "the model has no hidden units to gate: its only layers feed the output. "
             "Use weight-wise gates (fedsparse-unstructured), or gate_output=true"
         )
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return Structure(tuple(walk.layers.values()), tuple(walk.readers), shapes, tuple(sorted(outputs)))
 
 
@@ -139,11 +108,21 @@ def _trace(model: nn.Module, example: Tensor) -> _Shapes:
     return shapes
 
 
+def _own_parameters(model: nn.Module, graph: _Shapes) -> frozenset[str]:
+    """The trainable parameters that one module reads and nothing else does, so that a row may be set to zero."""
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    # A leaf module's parameters do not appear in the graph; one that does is read by the forward function itself.
+    read = {str(node.target) for node in graph.module.graph.nodes if node.op == "get_attr"}  # type: ignore[union-attr]
+    single = {name for name, p in model.named_parameters() if p.requires_grad and uses[id(p)] == 1}
+    return frozenset(single - read)
+
+
 class _Walk:
     """One pass over the traced graph, operation by operation."""
 
-    def __init__(self, graph: _Shapes, excluded: frozenset[str], *, lenient: bool) -> None:
+    def __init__(self, graph: _Shapes, own: frozenset[str], excluded: frozenset[str], *, lenient: bool) -> None:
         self.graph = graph
+        self.own = own
         self.modules = dict(graph.module.named_modules())
         self.excluded = excluded
         self.lenient = lenient
@@ -159,9 +138,15 @@ class _Walk:
             gated = [wire for wire in inputs if wire.sources]
             if node.op == "output":
                 self.output = frozenset().union(*(wire.sources for wire in inputs))
+            elif node.op == "call_module" and gated and len(inputs) > 1:
+                self.wires[node] = self._unknown(f"module {str(node.target)!r}, which has several inputs,", inputs)
             elif node.op == "call_module":
                 self.wires[node] = self._module(node, inputs[0] if inputs else _OPEN)
-            elif not gated or self.graph.shapes[node] is None:
+            elif not gated:
+                self.wires[node] = _OPEN
+            elif node in self.graph.containers:
+                self.wires[node] = self._unknown(f"operation {node.name!r}, which returns several tensors,", inputs)
+            elif self.graph.shapes[node] is None:
                 self.wires[node] = _OPEN
             else:
                 self.wires[node] = self._function(node, inputs)
@@ -181,11 +166,14 @@ class _Walk:
             return _OPEN
         if isinstance(module, NORMS):
             return self._norm(node, name, module, wire)
+        what = f"module {name!r} ({type(module).__name__})"
+        if node in self.graph.containers or (isinstance(module, nn.Hardtanh) and not keeps_zero(module)):
+            return self._unknown(what, [wire])
         if isinstance(module, ZERO_PRESERVING_MODULES):
-            return self._moved(node, wire)
+            return self._moved(node, wire, what, pooled(type(module).__name__))
         if isinstance(module, nn.Flatten):
             return self._flatten(node, wire)
-        return self._unknown(f"module {name!r} ({type(module).__name__})", [wire])
+        return self._unknown(what, [wire])
 
     def _layer(self, node: fx.Node, name: str, module: nn.Module, wire: _Wire) -> _Wire:
         what = f"module {name!r} ({type(module).__name__})"
@@ -193,15 +181,22 @@ class _Walk:
         kind = "linear" if isinstance(module, nn.Linear) else "conv"
         rank = len(self._shape(node))
         axis = rank - 1 if kind == "linear" else 1
-        if isinstance(module, CONVOLUTIONS) and module.groups != 1 and wire.sources:
-            return self._unknown(f"{what}, a grouped convolution,", [wire])
         if wire.sources:
+            if isinstance(module, CONVOLUTIONS) and module.groups != 1:
+                self._unknown(f"{what}, a grouped convolution,", [wire])
             if wire.axis != axis:
-                return self._unknown(f"{what}, which reads another dimension than the channels,", [wire])
-            self.readers.append(Reader(f"{name}.weight", tuple(sorted(wire.sources)), wire.repeat))
+                self._unknown(f"{what}, which reads another dimension than the channels,", [wire])
+            if f"{name}.weight" in self.own:
+                self.readers.append(Reader(f"{name}.weight", tuple(sorted(wire.sources)), wire.repeat))
         if name in self.excluded:
             return _OPEN
         owned = [f"{name}.weight"] + ([f"{name}.bias"] if module.bias is not None else [])
+        for parameter in owned:
+            if parameter not in self.own and not self.lenient:
+                raise ModelError(
+                    f"{what} shares {parameter!r} with other code or computes it from other parameters; "
+                    f"give it a parameter of its own, or leave it without gates (ungated={name})"
+                )
         self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind)
         return _Wire(frozenset([name]), axis)
 
@@ -210,9 +205,15 @@ class _Walk:
         if len(wire.sources) != 1 or wire.repeat != 1:
             return self._unknown(f"{what}, which normalises several layers' outputs at once,", [wire])
         affine = [f"{name}.{part}" for part in ("weight", "bias") if getattr(module, part, None) is not None]
-        if not affine and not isinstance(module, NORMS[2:]):
-            # Without its affine pair a norm shifts a silent channel by the mean of the others.
+        if not affine and (not isinstance(module, NORMS[2:]) or module.track_running_stats):
+            # Without its affine pair a norm shifts a silent channel by the mean of the others, or by a running mean.
             return self._unknown(f"{what} without affine parameters", [wire])
+        if any(parameter not in self.own for parameter in affine):
+            return self._unknown(f"{what}, whose parameters are frozen or shared,", [wire])
+        rank = len(self._shape(node))
+        first = rank - len(module.normalized_shape) if isinstance(module, nn.LayerNorm) else 1
+        if wire.axis != first:
+            return self._unknown(f"{what}, which normalises another dimension than the channels,", [wire])
         (source,) = wire.sources
         layer = self.layers[source]
         if any(getattr(module, part.rsplit(".", 1)[1]).shape[0] != layer.size for part in affine):
@@ -221,43 +222,59 @@ class _Walk:
         return wire
 
     def _function(self, node: fx.Node, inputs: list[_Wire]) -> _Wire:
-        name = str(node.target) if node.op == "call_method" else _name_of(node.target)
-        tensors = [
-            wire for n, wire in zip(node.all_input_nodes, inputs, strict=True) if self.graph.shapes[n] is not None
-        ]
+        name = str(node.target) if node.op == "call_method" else name_of(node.target)
+        tensors = self._tensors(node)
         if name in ("add", "iadd", "add_") and len(tensors) == 2:
             return self._add(node, tensors)
         if len(tensors) == 1:
-            if name in _ZERO_PRESERVING_NAMES or name in ("mul", "imul", "truediv", "mul_", "div"):
-                return self._moved(node, tensors[0])
-            if name in _FLATTENS:
-                return self._flatten(node, tensors[0])
-            if name == "mean" and len(self._shape(node)) in (2, len(self._shape(node.all_input_nodes[0]))):
-                return self._moved(node, tensors[0])
-        return self._unknown(f"operation {name!r} at node {node.name!r}", tensors)
+            wire, what = self.wires[tensors[0]], f"operation {name!r} at node {node.name!r}"
+            divides = name in ("truediv", "div") and node.args[:1] == (tensors[0],)
+            if divides or name in ("mul", "imul", "mul_") or (name in ZERO_PRESERVING_NAMES and keeps_zero(node)):
+                return self._moved(node, wire, what, pooled(name))
+            if name in FLATTENS:
+                return self._flatten(node, wire)
+            if name == "mean":
+                return self._mean(node, wire)
+        return self._unknown(f"operation {name!r} at node {node.name!r}", inputs)
 
-    def _add(self, node: fx.Node, tensors: list[_Wire]) -> _Wire:
-        a, b = tensors
+    def _add(self, node: fx.Node, tensors: list[fx.Node]) -> _Wire:
+        a, b = (self.wires[n] for n in tensors)
+        ranks = {len(self._shape(n)) for n in tensors}
+        if self.lenient:
+            return _Wire(a.sources | b.sources)
         if not a.sources or not b.sources:
             return _OPEN
-        if (a.axis, a.repeat) != (b.axis, b.repeat):
-            return self._unknown(f"addition {node.name!r} of differently laid out channels", tensors)
+        if (a.axis, a.repeat) != (b.axis, b.repeat) or len(ranks) > 1:
+            return self._unknown(f"addition {node.name!r} of differently laid out channels", [a, b])
         return replace(a, sources=a.sources | b.sources)
 
-    def _moved(self, node: fx.Node, wire: _Wire) -> _Wire:
-        """The channels stay where they are; a reduction of the other dimensions may leave them last."""
-        before, after = self._shape(node.all_input_nodes[0]), self._shape(node)
-        if wire.axis < len(after) and before[wire.axis] == after[wire.axis]:
+    def _moved(self, node: fx.Node, wire: _Wire, what: str, pooled: int) -> _Wire:
+        """The channels stay where they are, unless the last `pooled` dimensions are pooled and they are among them."""
+        if wire.axis < len(self._shape(node)) - pooled:
             return wire
-        return self._unknown(f"operation at node {node.name!r}, which moves the channels,", [wire])
+        return self._unknown(f"{what}, which mixes the channels,", [wire])
+
+    def _mean(self, node: fx.Node, wire: _Wire) -> _Wire:
+        """A mean over other dimensions than the channels'; those before it may vanish."""
+        before, after = self._shape(self._tensors(node)[0]), self._shape(node)
+        given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
+        dims = given if isinstance(given, (tuple, list)) else [given]
+        reduced = {dim % len(before) for dim in dims if isinstance(dim, int)}
+        if dims and len(reduced) == len(dims) and wire.axis not in reduced:
+            gone = sum(dim < wire.axis for dim in reduced) if len(after) < len(before) else 0
+            return replace(wire, axis=wire.axis - gone)
+        return self._unknown(f"mean {node.name!r} over the channels", [wire])
 
     def _flatten(self, node: fx.Node, wire: _Wire) -> _Wire:
-        before, after = self._shape(node.all_input_nodes[0]), self._shape(node)
+        before, after = self._shape(self._tensors(node)[0]), self._shape(node)
         if before == after:
             return wire
         if wire.axis == 1 and len(after) == 2 and after == (before[0], math.prod(before[1:])):
             return replace(wire, repeat=wire.repeat * math.prod(before[2:]))
         return self._unknown(f"reshape {node.name!r} from {before} to {after}", [wire])
+
+    def _tensors(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if self.graph.shapes[n] is not None]
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         shape = self.graph.shapes[node]
@@ -273,13 +290,3 @@ class _Walk:
             f"{what} cannot be analysed: fedprior does not know what it does to a closed unit of {names}. "
             f"Leave those layers without gates (ungated={names}), or use weight-wise gates (fedsparse-unstructured)"
         )
-
-
-_ALIASES: dict[Callable[..., Any], str] = {operator.add: "add", operator.iadd: "iadd", torch.add: "add"}
-_ALIASES |= {getattr(F, name): name for name in _ZERO_PRESERVING_NAMES if hasattr(F, name)}
-_ALIASES |= {getattr(torch, name): name for name in _ZERO_PRESERVING_NAMES if hasattr(torch, name)}
-
-
-def _name_of(target: Any) -> str:
-    """A function's plain name; dispatchers such as max_pool2d's hide theirs, so those are looked up."""
-    return _ALIASES.get(target) or str(getattr(target, "__name__", target))

@@ -55,14 +55,13 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
     body = _check(data, layout, round_number)
     gates = _unpack(body, layout)
     masks = {
-        (name, key): mask.expand(section.shapes[key]) > 0
+        (name, key): mask > 0
         for name, section in layout.sections.items()
         if section.mask
         for key, mask in section.mask(gates).items()
-        if key in section.shapes
     }
     counts = [
-        int(masks[name, key].sum()) if (name, key) in masks else torch.Size(shape).numel()
+        _count(masks.get((name, key)), shape)
         for name, section in layout.sections.items()
         for key, shape in section.shapes.items()
     ]
@@ -82,7 +81,7 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
         for key, shape in section.shapes.items():
             piece = next(pieces)
             mask = masks.get((name, key))
-            message[name][key] = piece.reshape(shape) if mask is None else _scatter(piece, mask.to(device))
+            message[name][key] = piece.reshape(shape) if mask is None else _scatter(piece, mask.to(device), shape)
     return message
 
 
@@ -93,7 +92,7 @@ def message_bytes(message: Tree, layout: Layout) -> int:
     for section in layout.sections.values():
         masks = section.mask(gates) if section.mask else {}
         for key, shape in section.shapes.items():
-            count += int((masks[key].expand(shape) > 0).sum()) if key in masks else torch.Size(shape).numel()
+            count += _count(masks[key] > 0 if key in masks else None, shape)
     return HEADER_BYTES + (layout.gate_count + 7) // 8 + count * layout.dtype.itemsize
 
 
@@ -142,5 +141,11 @@ def _unpack(body: memoryview, layout: Layout) -> Gates:
     return {name: piece.reshape(shape) for (name, shape), piece in zip(layout.gates.items(), pieces, strict=True)}
 
 
-def _scatter(values: Tensor, mask: Tensor) -> Tensor:
-    return values.new_zeros(mask.shape).masked_scatter_(mask, values)
+def _count(mask: Tensor | None, shape: tuple[int, ...]) -> int:
+    """How many entries of a tensor a mask leaves, without expanding the mask."""
+    size = torch.Size(shape).numel()
+    return size if mask is None else int(mask.sum()) * (size // max(mask.numel(), 1))
+
+
+def _scatter(values: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return values.new_zeros(shape).masked_scatter_(mask.expand(shape), values)

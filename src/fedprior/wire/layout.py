@@ -25,11 +25,13 @@ class Layout:
     sections: dict[str, Section]
     gates: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    direction: str = ""
+    """`down` or `up`: part of the fingerprint, because a dense model looks the same both ways."""
 
     @cached_property
     def fingerprint(self) -> bytes:
         """Eight bytes that differ when the model's structure, the algorithm's sections or the direction differ."""
-        text = [str(self.dtype), *(f"gate {name} {shape}" for name, shape in self.gates.items())]
+        text = [self.direction, str(self.dtype), *(f"gate {name} {shape}" for name, shape in self.gates.items())]
         for name, section in self.sections.items():
             text += [f"{name}/{key} {shape} {section.mask is not None}" for key, shape in section.shapes.items()]
         return hashlib.sha256("\n".join(text).encode()).digest()[:8]

@@ -1,0 +1,312 @@
+"""The command line: what it prints, what it writes, and how it says no."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+import torch
+from torch import nn
+
+import fedprior
+from fedprior import cli
+
+
+@pytest.fixture
+def shell(monkeypatch, capsys, tmp_path):
+    """Runs `fedprior …` in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fedprior", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        out = capsys.readouterr()
+        return exited.value.code, out.out, out.err
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch, small_task):
+    """A task that trains in milliseconds, and some that cannot be built."""
+
+    def tiny(seed: int, *, size: int = 6):
+        """Six clients with small images."""
+        task = small_task((size, size + 5, 2, 8, 9, 3))
+        return fedprior.Task("tiny", task.network, task.data, task.defaults, options={"size": size})
+
+    def bad(model, *clients):
+        def build(seed: int):
+            return fedprior.own_task(model, clients)
+
+        return build
+
+    x, y = torch.ones(2, 3), torch.tensor([0, 1])
+    linear, norm = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    monkeypatch.setitem(fedprior.TASKS, "tiny", tiny)
+    monkeypatch.setitem(fedprior.TASKS, "empty-client", bad(linear, (x, y), (x[:0], y[:0])))
+    monkeypatch.setitem(fedprior.TASKS, "one-example", bad(linear, (x, y), (x[:1], y[:1])))
+    monkeypatch.setitem(fedprior.TASKS, "label-range", bad(linear, (x, y), (x, y + 1)))
+    monkeypatch.setitem(fedprior.TASKS, "batch-norm", bad(norm, (x, y), (x, y)))
+
+
+# ---------------------------------------------------------------------- what works
+
+
+def test_run_leaves_a_folder_and_prints_its_numbers(shell, tmp_path):
+    code, out, err = shell(
+        *("run", "tiny", "--algorithm", "fedprox", "--rounds", 3, "--seed", 4, "--clients-per-round", 2),
+        *("--device", "cpu", "--out", "mine", "--label", "prox-strong", "--set", "precision=0.5", "--set", "size=7"),
+        *("--set", "local_optimiser=SGD(lr=0.1, momentum=0.5)", "--set", "epochs=2"),
+    )
+    assert (code, err) == (0, "")
+    config = tomllib.loads((tmp_path / "mine" / "config.toml").read_text())
+    assert config["algorithm"]["precision"] == 0.5
+    assert config["algorithm"]["local_optimiser"] == "SGD(lr=0.1, momentum=0.5)"
+    assert config["task"] == {"size": 7}
+    for key, value in {"rounds": 3, "seed": 4, "clients_per_round": 2, "epochs": 2, "label": "prox-strong"}.items():
+        assert config["run"][key] == value
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
+    assert table(out)["prox-strong"] == cells(summary)
+    assert out.strip().endswith("mine")
+
+
+def cells(summary):
+    """A row of the table as the issue words it: accuracies in percent, megabytes up and down, sparsity."""
+    percent = [f"{100 * summary[name]:.1f}%" for name in ("global_accuracy", "local_accuracy")]
+    traffic = [f"{summary[name] / 1e6:,.1f}" for name in ("bytes_up", "bytes_down")]
+    return [*percent, *traffic, f"{100 * summary['sparsity']:.1f}%", f"{summary['effective_parameters']:,}"]
+
+
+def table(text):
+    """{label: cells without the seconds} of a printed or markdown table."""
+    rows = [re.split(r"\s{2,}|\s*\|\s*", line.strip(" |")) for line in text.splitlines()]
+    return {row[0]: row[1:-1] for row in rows if len(row) == 8 and not row[1].startswith(("global", "-"))}
+
+
+def test_compare_prints_and_writes_one_table_with_the_numbers_of_the_summaries(shell, tmp_path):
+    code, out, err = shell("compare", "tiny", "--algorithms", "fedavg, fedsparse-unstructured", "--out", "both")
+    assert (code, err) == (0, "")
+    written = (tmp_path / "both" / "table.md").read_text()
+    names = ["fedavg", "fedsparse-unstructured"]
+    expected = {name: cells(json.loads((tmp_path / "both" / name / "summary.json").read_text())) for name in names}
+    assert table(out) == table(written) == expected
+    assert list(table(written)) == names
+    assert "global acc." in written
+    assert re.search(r"^tiny, 5 rounds, seed 0", written)
+
+
+def test_compare_starts_all_algorithms_from_the_same_weights(shell, tmp_path):
+    shell("compare", "tiny", "--algorithms", "fedavg,fedprox", "--set", "precision=0", "--out", "both")
+    one, other = ((tmp_path / "both" / name / "rounds.jsonl").read_text() for name in ("fedavg", "fedprox"))
+    assert one == other
+
+
+def test_without_out_folders_are_numbered_and_never_reused(shell, tmp_path):
+    for _ in range(2):
+        assert shell("run", "tiny", "--rounds", 1)[0] == 0
+        assert shell("compare", "tiny", "--algorithms", "fedavg", "--rounds", 1)[0] == 0
+    names = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert names == {"tiny-fedavg-0", "tiny-fedavg-0-2", "compare-tiny", "compare-tiny-2"}
+
+
+def test_resume_goes_on_and_prints_the_table(shell, tmp_path):
+    shell("run", "tiny", "--out", "whole", "--set", "checkpoint_every=2")
+    shell("run", "tiny", "--out", "run", "--set", "checkpoint_every=2")
+    for name in ("summary.json", "model.safetensors", "checkpoint.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    code, out, err = shell("resume", "run")
+    assert (code, err) == (0, "")
+    for name in ("rounds.jsonl", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert table(out)["fedavg"] == cells(json.loads((tmp_path / "run" / "summary.json").read_text()))
+
+
+def test_set_reaches_every_option_that_has_a_flag(shell, tmp_path):
+    shell("run", "tiny", "--out", "flags", "--seed", 3, "--rounds", 2, "--clients-per-round", 2, "--device", "cpu")
+    given = [f"--set={pair}" for pair in ("seed=3", "rounds=2", "clients_per_round=2", "device=cpu")]
+    assert shell("run", "tiny", "--out", "sets", *given)[0] == 0
+    for name in ("config.toml", "rounds.jsonl"):
+        assert (tmp_path / "flags" / name).read_text() == (tmp_path / "sets" / name).read_text()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**63 - 1])
+def test_any_seed_of_64_bits_is_a_seed(shell, seed):
+    assert (
+        shell("run", "mnist-mini", "--seed", seed, "--rounds", 1, "--set", "clients=5000", "--set", "alpha=1e6")[0] == 0
+    )
+
+
+def test_tasks_and_algorithms_are_listed_with_their_settings(shell):
+    code, out, err = shell("tasks")
+    assert (code, err) == (0, "")
+    assert "mnist-mini" in out
+    assert "alpha=1.0" in out
+    code, out, err = shell("algorithms")
+    assert (code, err) == (0, "")
+    for name in fedprior.ALGORITHMS:
+        assert re.search(rf"^{re.escape(name)}\s+prior:", out, re.MULTILINE)
+    assert "lambda0=5e-06" in out
+    assert "local_optimiser=SGD(lr=0.05)" in out
+
+
+def test_version_and_help(shell):
+    assert shell("--version") == (0, f"{fedprior.__version__}\n", "")
+    code, out, _ = shell()
+    assert code == 0
+    for command in ("run", "compare", "resume", "tasks", "algorithms"):
+        assert command in out
+    assert "--clients-per-round" in shell("run", "--help")[1]
+
+
+# ---------------------------------------------------------------------- how it says no
+
+BAD = {
+    "unknown task": (("run", "mnist-mimi"), "unknown task 'mnist-mimi'; did you mean 'mnist-mini'?"),
+    "unknown task to compare": (("compare", "tinny"), "did you mean 'tiny'?"),
+    "unknown algorithm": (("run", "tiny", "--algorithm", "fedspare"), "did you mean 'fedsparse'?"),
+    "unknown algorithm to compare": (("compare", "tiny", "--algorithms", "fedavg,fedaadm"), "did you mean 'fedadam'?"),
+    "an algorithm twice": (("compare", "tiny", "--algorithms", "fedavg,fedavg"), "different names"),
+    "no algorithms": (("compare", "tiny", "--algorithms", ","), "different names"),
+    "unknown setting": (("run", "tiny", "--set", "bath_size=3"), "did you mean 'batch_size'?"),
+    "setting of another algorithm": (("run", "tiny", "--set", "lambda0=1"), "unknown setting 'lambda0'"),
+    "setting without a value": (("run", "tiny", "--set", "rounds"), "--set takes key=value, got 'rounds'"),
+    "rounds in words": (("run", "tiny", "--rounds", "ten"), "--rounds"),
+    "no rounds": (("run", "tiny", "--rounds", "0"), "rounds must be at least 1, got 0"),
+    "seed in words": (("run", "tiny", "--seed", "lucky"), "--seed"),
+    "seed too large": (("run", "tiny", "--seed", str(2**64)), "seed must fit in 64 bits"),
+    "empty cohorts": (("run", "tiny", "--clients-per-round", "-2"), "clients_per_round must be at least 1, got -2"),
+    "more than all": (
+        ("run", "tiny", "--clients-per-round", "7"),
+        "clients_per_round is 7, but there are only 6 clients",
+    ),
+    "no such device": (("run", "tiny", "--device", "abacus"), "device 'abacus' is not available"),
+    "set: type": (("run", "tiny", "--set", "epochs=1.5"), "epochs must be int, got '1.5'"),
+    "set: range": (("run", "tiny", "--set", "batch_size=0"), "batch_size must be at least 1"),
+    "set: choice": (("run", "tiny", "--set", "mode=both"), "mode must be auto, vectorised or in-turn"),
+    "set: optimiser": (
+        ("run", "tiny", "--set", "local_optimiser=SGD(lr=)"),
+        "an optimiser is written like SGD(lr=0.05)",
+    ),
+    "set: task's type": (("run", "tiny", "--set", "size=big"), "size must be int, got 'big'"),
+    "set: task's range": (("run", "mnist-mini", "--set", "alpha=-1"), "alpha must be above 0"),
+    "set: infinite": (("run", "mnist-mini", "--set", "alpha=inf"), "alpha must be float, got 'inf'"),
+    "set: too many clients": (("run", "mnist-mini", "--set", "clients=20000"), "20000 clients cannot share 10000"),
+    "set: one example each": (("run", "mnist-mini", "--set", "clients=9000"), "client 0 has only 1 training example"),
+    "set: second algorithm": (("compare", "tiny", "--set", "lambda0=-1"), "lambda0 must be at least 0"),
+    "empty client": (("run", "empty-client"), "client 1 has no training examples"),
+    "one example": (("run", "one-example"), "client 1 has only 1 training example"),
+    "label out of range": (("run", "label-range"), "client 1 has the training label 2, but labels run from 0 to 1"),
+    "batch norm": (("run", "batch-norm"), "Use GroupNorm or LayerNorm instead"),
+    "resume nothing": (("resume", "nowhere"), "nowhere is not a run: it has no config.toml"),
+    "no command": (("dance",), "dance"),
+    "no argument": (("run",), "Missing argument"),
+    "no such option": (("run", "tiny", "--fast"), "--fast"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing(shell, tmp_path, case):
+    arguments, words = BAD[case]
+    code, out, err = shell(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert words in err
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_adds_the_traceback(shell, place):
+    arguments = ["run", "tiny", "--rounds", "0"]
+    code, _, err = shell(*(["--debug", *arguments] if place == "before" else [*arguments, "--debug"]))
+    assert code == 2
+    assert "Traceback (most recent call last)" in err
+    assert "SettingError: rounds must be at least 1, got 0" in err
+    assert err.splitlines()[-1] == "error: rounds must be at least 1, got 0"
+
+
+def test_a_folder_that_exists_is_left_alone(shell, tmp_path):
+    shell("run", "tiny", "--rounds", 1, "--out", "mine")
+    shell("compare", "tiny", "--rounds", 1, "--algorithms", "fedavg", "--out", "both")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for arguments in (
+        ("run", "tiny", "--out", "mine"),
+        ("run", "tiny", "--out", "both"),
+        ("run", "tiny", "--out", "mine/config.toml"),
+        ("compare", "tiny", "--out", "mine"),
+        ("compare", "tiny", "--algorithms", "fedprox", "--out", "both"),
+    ):
+        code, _, err = shell(*arguments)
+        assert (code, err.count("\n")) == (2, 1)
+        assert re.search(r"exists; .*another folder \(--out\)", err)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_broken_or_foreign_checkpoint_is_one_line_and_nothing_is_lost(shell, tmp_path):
+    shell("run", "tiny", "--algorithm", "fedsparse", "--out", "mine")
+    shell("run", "tiny", "--algorithm", "fedavg", "--out", "other")
+    path = tmp_path / "mine" / "checkpoint.safetensors"
+    data = path.read_bytes()
+    for damaged in (data[:-1], b"", os.urandom(500), (tmp_path / "other" / "checkpoint.safetensors").read_bytes()):
+        path.write_bytes(damaged)
+        before = {file: file.read_bytes() for file in path.parent.iterdir()}
+        code, out, err = shell("resume", "mine")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "checkpoint.safetensors" in err
+        assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+    path.write_bytes(data)
+    config = tmp_path / "mine" / "config.toml"
+    text = config.read_text()
+    for damaged in ("rounds = ", text.replace('algorithm = "fedsparse"', 'algorithm = "fedsprase"'), "run = 1\n"):
+        config.write_text(damaged)
+        code, out, err = shell("resume", "mine")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    config.write_text(text)
+    assert shell("resume", "mine")[0] == 0
+
+
+def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_rate(shell, tmp_path):
+    arguments = ("--out", "mine", "--set", "local_optimiser=SGD(lr=1e20)")
+    code, out, err = shell("run", "tiny", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.match(r"error: client [0-5] diverged in round 1: .*lower the learning rates", err)
+    assert (tmp_path / "mine" / "checkpoint.safetensors").exists()
+    assert (tmp_path / "mine" / "rounds.jsonl").read_text() == ""
+    config = tmp_path / "mine" / "config.toml"
+    config.write_text(config.read_text().replace("SGD(lr=1e+20)", "SGD(lr=0.05)"))
+    assert shell("resume", "mine")[0] == 0
+    shell("run", "tiny", "--out", "calm")
+    assert (tmp_path / "mine" / "rounds.jsonl").read_text() == (tmp_path / "calm" / "rounds.jsonl").read_text()
+
+
+# ---------------------------------------------------------------------- as a program
+
+
+def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_path):
+    command = [sys.executable, "-m", "fedprior", "run", "mnist-mini", "--out", str(tmp_path / "run")]
+    command += ["--rounds", "500", "--clients-per-round", "1", "--set", "clients=500", "--set", "checkpoint_every=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while process.poll() is None and not (tmp_path / "run" / "checkpoint.safetensors").exists():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130
+    assert out == "", "no progress bar where there is no terminal"
+    assert err.count("\n") == 1
+    assert "fedprior resume" in err
+    bad = subprocess.run(
+        [sys.executable, "-m", "fedprior", "resume", str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
+    assert "Traceback" not in bad.stderr

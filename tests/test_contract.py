@@ -1,0 +1,183 @@
+"""What every algorithm must do, whoever added it: one contract, run for each name."""
+
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedprior
+from fedprior import keys, trees, wire
+from fedprior.priors import Prior
+from fedprior.simulate.round import Simulation
+from fedprior.simulate.run import Settings, build
+from fedprior.tasks import Task
+
+NAMES = list(fedprior.ALGORITHMS)
+# Settings that make each algorithm's own mechanism act within a few rounds of this small task.
+LIVELY = {
+    "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
+    "fedsparse-unstructured": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
+    "fedsparse+scaffold": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
+    "feddrop": {"conv_rate": 0.4, "input_rate": 0.4, "linear_rate": 0.4, "noise": True},
+    "fedl1": {"strength": 0.5},
+    "fedmedian": {"precision": 0.5},
+}
+
+
+class Net(nn.Module):
+    """A convolution, a hidden layer, an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.hidden = nn.Linear(36, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(nn.functional.max_pool2d(self.conv(x), 2)).flatten(1)
+        result: Tensor = self.out(torch.relu(self.hidden(x)))
+        return result
+
+
+def make_task(dtype: torch.dtype = torch.float64) -> Task:
+    generator = torch.Generator().manual_seed(5)
+    clients = []
+    for size in (5, 9, 17, 3, 12):
+        x = torch.randn(size + 4, 1, 8, 8, generator=generator).to(dtype)
+        y = (x.mean((1, 2, 3)) * 12).long().clamp(-1, 1) + 1
+        clients.append((x[:size], y[:size], x[size:], y[size:]))
+    torch.manual_seed(0)
+    return fedprior.own_task(
+        Net().to(dtype), clients, classes=3, rounds=5, batch_size=4, epochs=2, clients_per_round=3, evaluate_every=1
+    )
+
+
+def algorithm(name: str, task: Task) -> fedprior.Algorithm:
+    return fedprior.algorithm(name, task.network, **LIVELY.get(name, {}))
+
+
+def simulate(name: str, **settings: object) -> Simulation:
+    task = make_task()
+    return build(algorithm(name, task), task.network, task.data, Settings(**{**task.defaults, **settings}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_interface(name: str) -> None:
+    """Every prior implements `Prior` and adds no argument of its own to it."""
+    prior = algorithm(name, make_task()).prior
+    for method, function in inspect.getmembers(Prior, inspect.isfunction):
+        if not method.startswith("_"):
+            assert list(inspect.signature(getattr(type(prior), method)).parameters) == list(
+                inspect.signature(function).parameters
+            ), method
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deterministic_by_key(name: str) -> None:
+    first, second, other = simulate(name), simulate(name), simulate(name, seed=1)
+    torch.manual_seed(123)  # the global generator has no say
+    records = [[sim.step(evaluate=True) for _ in range(3)] for sim in (first, second, other)]
+    assert records[0] == records[1]
+    assert records[0] != records[2]
+
+
+@pytest.mark.parametrize("schedule", [{"epochs": 2}, {"local_steps": 7}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("name", NAMES)
+def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
+    """Five rounds, clients of unequal sizes, so with padding and clients that stop early."""
+    together, in_turn = simulate(name, mode="vectorised", **schedule), simulate(name, mode="in-turn", **schedule)
+    for _ in range(5):
+        a, b = together.step(evaluate=True), in_turn.step(evaluate=True)
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert value == (b[key] if isinstance(value, (list, int)) else pytest.approx(b[key], abs=1e-9, nan_ok=True))
+    found, expected = dict(trees.leaves(together.server)), dict(trees.leaves(in_turn.server))
+    for path, value in expected.items():
+        torch.testing.assert_close(found[path], value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_survive_the_wire_exactly_and_are_what_is_counted(name: str) -> None:
+    sim = simulate(name)
+    sent: list[bytes] = []
+    original = wire.encode
+
+    def spy(message: trees.Tree, layout: wire.Layout, number: int = 0) -> bytes:
+        data = original(message, layout, number)
+        decoded = wire.decode(data, layout, number)
+        for section, values in decoded.items():
+            for key, value in values.items():
+                mask = torch.ones(())
+                chosen = layout.sections.get(section)
+                if chosen is not None and chosen.mask is not None:
+                    mask = chosen.mask(decoded.get("gates", {})).get(key, mask) > 0
+                torch.testing.assert_close(value, message[section][key] * mask, rtol=0, atol=0)
+        assert wire.message_bytes(message, layout) == len(data)
+        sent.append(data)
+        return data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "encode", spy)
+        record = sim.step(evaluate=False)
+    up = sent[-3:]
+    down = sent[:-3] * (1 if sim.algorithm.prior.per_client else 3)
+    assert record["bytes_up"] == sum(len(data) for data in up)
+    assert record["bytes_down"] == sum(len(data) for data in down)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_counting_gives_the_same_run(name: str) -> None:
+    encoded, counted = simulate(name), simulate(name, wire="count")
+    for _ in range(4):
+        assert encoded.step(evaluate=True) == counted.step(evaluate=True)
+
+
+class Stopped(Exception):
+    """Raised by a progress callback to break a run off."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_is_exact(name: str, tmp_path: Path) -> None:
+    def stop(record: dict[str, object]) -> None:
+        if record["round"] == 3:
+            raise Stopped
+
+    task = make_task()
+    whole = fedprior.run(task, algorithm(name, task), out=tmp_path / "whole", checkpoint_every=2)
+    task = make_task()
+    with pytest.raises(Stopped):
+        fedprior.run(task, algorithm(name, task), out=tmp_path / "broken", checkpoint_every=2, progress=stop)
+    task = make_task()
+    resumed = fedprior.resume(tmp_path / "broken", task=task)
+    assert resumed.records == whole.records
+    for file in ("rounds.jsonl", "model.safetensors"):
+        assert (tmp_path / "broken" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learns(name: str) -> None:
+    """The training loss falls: gradients, M-step and wire point the same way."""
+    task = make_task()
+    chosen = fedprior.algorithm(name, task.network, local_optimiser="SGD(lr=0.2)")
+    sim = build(chosen, task.network, task.data, Settings(batch_size=4, clients_per_round=5))
+    losses = [sim.step(evaluate=False)["train_loss"] for _ in range(15)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_lively_settings_are_lively() -> None:
+    """Otherwise the contract would only be checked on dense models."""
+    for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold", "feddrop", "fedl1", "fedmedian"):
+        sim = simulate(name)
+        records = [sim.step(evaluate=True) for _ in range(5)]
+        full = 3 * (wire.HEADER_BYTES + 8 * trees.count(sim.network.params()))
+        full *= 2 if "scaffold" in name else 1
+        assert min(r["bytes_up"] for r in records) < 0.95 * full, name
+
+
+def test_keys_are_not_shared_between_purposes() -> None:
+    root = keys.key(0)
+    streams = [keys.bits(keys.fold(root, purpose), 4).tolist() for purpose in keys.Purpose]
+    assert all(a != b for a, b in itertools.combinations(streams, 2))
