@@ -50,7 +50,16 @@ class Algorithm:
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """The packet for a client."""
-        return {**self.prior.broadcast(server, key), **self.correction.broadcast(server)}
+        return self.with_extra(self.prior.broadcast(server, key), self.correction.broadcast(server))
+
+    def with_extra(self, message: Tree, extra: Tree) -> Tree:
+        """A message of the prior with what the correction adds, on the weights that the message's gates leave."""
+        support = self.prior.support(message["gates"]) if "gates" in message else {}
+        masked = {
+            section: {name: value * support.get(name, 1.0) for name, value in values.items()}
+            for section, values in extra.items()
+        }
+        return {**message, **masked}
 
     def downlink(self, server: Tree) -> Layout:
         """The layout of a packet."""
@@ -147,7 +156,7 @@ def e_step(
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
     extra, memory = lift(correction.conclude)(start["weights"], local["weights"], packet, memory, steps * lr)
     gates = lift(prior.expect)(local, packet)["gates"]
-    return EStep({**upload, **extra}, gates, total / steps, memory)
+    return EStep(lift(algorithm.with_extra)(upload, extra), gates, total / steps, memory)
 
 
 def m_step(

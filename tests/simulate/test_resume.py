@@ -96,7 +96,11 @@ def broken_at(monkeypatch):
         fsync, replace, append = os.fsync, Path.replace, RunFolder.append
 
         def broken_fsync(file):
-            moment()  # the temporary file is written, perhaps in part
+            try:
+                moment()
+            except Broken:
+                os.ftruncate(file, os.fstat(file).st_size // 2)  # half a file
+                raise
             fsync(file)
 
         def broken_replace(path, target):

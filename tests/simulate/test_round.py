@@ -134,7 +134,31 @@ def test_vectorised_equals_in_turn_in_single_precision(small_task, name):
     assert [r["train_loss"] for r in one.records] == pytest.approx([r["train_loss"] for r in other.records], rel=0.02)
 
 
-def test_modes_agree_on_dropout_and_dropout_is_drawn_afresh(small_task):
+def test_dropout_is_drawn_afresh_for_every_step_client_and_round(small_task):
+    masks = []
+
+    class Recorder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.fc = nn.Dropout(0.5), nn.Linear(64, 4)
+
+        def forward(self, x):
+            kept = self.drop(x.flatten(1) * 0 + 1)
+            if self.training:
+                masks.extend(tuple(row) for row in (kept > 0).tolist())
+                assert set(kept.unique().tolist()) == {0.0, 2.0}
+            return self.fc(kept)
+
+    source = small_task().data
+    clients = [(source.x[source.train[c]], source.y[source.train[c]]) for c in range(source.clients)]
+    task = fedprior.own_task(Recorder(), clients, batch_size=4)
+    fedprior.run(task, "fedavg", rounds=3, epochs=2, clients_per_round=6, mode="in-turn", workers=1)
+    assert len(masks) == 3 * 2 * 38
+    assert len(set(masks)) == len(masks)
+    assert sum(map(sum, masks)) / (64 * len(masks)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_modes_agree_on_dropout(small_task):
     one, other = (
         fedprior.run(small_task(dtype=torch.float64, dropout=0.4), "fedavg", mode=mode, epochs=2)
         for mode in ("in-turn", "vectorised")
@@ -230,34 +254,43 @@ def test_pruned_weights_are_never_sent_again(small_task, messages):
 # ---------------------------------------------------------------------- the floor
 
 
+HARD, HARDER = "Adamax(lr=2.0)", "SGD(lr=10.0)"
 FORCED = {
-    "clients": {"local_threshold_optimiser": "Adamax(lr=2.0)"},
-    "server": {"local_threshold_optimiser": "Adamax(lr=0.05)", "server_threshold_optimiser": "Adamax(lr=5.0)"},
-    "both": {"local_threshold_optimiser": "SGD(lr=10.0)", "server_threshold_optimiser": "SGD(lr=10.0)"},
-    "closed form": {"local_threshold_optimiser": "Adamax(lr=2.0)", "server_optimiser": "none"},
+    "clients": ("fedsparse", {"lambda0": 100.0, "local_threshold_optimiser": HARD}),
+    "server": ("fedsparse", {"lambda0": 100.0, "server_threshold_optimiser": HARD, "local_threshold_optimiser": HARD}),
+    "both": (
+        "fedsparse",
+        {"lambda0": 1.0, "local_threshold_optimiser": HARDER, "server_threshold_optimiser": HARDER},
+    ),
+    "closed form": ("fedsparse", {"lambda0": 100.0, "local_threshold_optimiser": HARD, "server_optimiser": "none"}),
+    "floor of two": ("fedsparse", {"lambda0": 100.0, "local_threshold_optimiser": HARD, "floor": 2}),
+    "weights": (
+        "fedsparse-unstructured",
+        {"lambda0": 100.0, "local_threshold_optimiser": HARD, "server_optimiser": "none"},
+    ),
+    "lasso": ("fedl1", {"strength": 50.0}),
+    "dropout": ("feddrop", {"conv_rate": 0.999, "linear_rate": 0.999, "input_rate": 0.999}),
 }
 
 
 @pytest.mark.parametrize("force", FORCED)
-@pytest.mark.parametrize("name", ["fedsparse", "fedsparse-unstructured"])
-def test_no_layer_ever_dies_and_the_record_says_when_the_floor_acted(small_task, messages, name, force):
+def test_no_layer_ever_dies_and_the_record_says_when_the_floor_acted(small_task, messages, force):
+    name, settings = FORCED[force]
     task = small_task()
-    algorithm = fedprior.algorithm(name, task.network, lambda0=100.0, **FORCED[force])
+    algorithm = fedprior.algorithm(name, task.network, **settings)
     result = fedprior.run(task, algorithm, rounds=8, epochs=2)
     for message, _ in messages:
         for layer, gates in message["gates"].items():
             weight = message["weights"][layer if layer.endswith("weight") else f"{layer}.weight"]
             alive = weight[gates > 0]
-            assert len(alive) >= 1
+            assert len(alive) >= settings.get("floor", 1)
             assert (alive != 0).any(), f"all that is left of {layer} is zero"
     floored = {layer for record in result.records for layer in record.get("floored", [])}
-    gated = set(algorithm.prior.gating.gate_shapes)
-    assert floored <= gated
-    assert floored or (name, force) == ("fedsparse-unstructured", "server"), "the thresholds were hard enough"
-    for layer in gated:
-        weights = result.model.get_parameter(layer if layer.endswith("weight") else f"{layer}.weight")
-        assert (weights != 0).any()
-    assert result.summary["sparsity"] > 0.4, "it was forced hard"
+    assert floored
+    assert floored <= set(algorithm.prior.gating.gate_shapes)
+    for name, parameter in result.model.named_parameters():
+        assert name.endswith("bias") or (parameter != 0).any()
+    assert force == "dropout" or result.summary["sparsity"] > 0.4, "it was forced hard"
 
 
 def test_the_servers_floor_keeps_a_unit_that_has_weights(small_task):

@@ -30,8 +30,8 @@ from fedprior.wire import Layout
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
-CLOSED = -40.0
-"""The logit of a gate that the server has closed for good: σ(−40) is zero in every sum."""
+CLOSED = -1e9
+"""The logit of a gate that the server has closed for good: of probability zero, and less likely than any other."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,10 @@ class SpikeSlab(Prior):
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
         logits = self.logits(server)
         edge = math.log(self.prune_below / (1 - self.prune_below))
-        return self.gating.floor({layer: (logit > edge).to(logit.dtype) for layer, logit in logits.items()}, logits)
+        norms = self.gating.norms(server["weights"])
+        # The floor must not choose a group that was pruned before: there is nothing left of it to keep.
+        scores = {layer: torch.where(norms[layer] > 0, logit, CLOSED) for layer, logit in logits.items()}
+        return self.gating.floor({layer: (logit > edge).to(logit.dtype) for layer, logit in logits.items()}, scores)
 
     def prune(self, server: Tree) -> Tree:
         """w ← I[θ > ε] w, and with a unit the weights that read it.

@@ -59,19 +59,21 @@ class Simulation:
         clients = keys.choose(keys.fold(key, Purpose.COHORT), self.data.clients, self.clients_per_round)
 
         server = prior.prune(self.server)
-        packets, down = self._send_packets(server, clients, key)
+        packets, down, floored = self._send_packets(server, clients, key)
         chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
         result = self._e_steps(chosen, key)
-        self._check_finite(clients, result, number)
+        _check_clients(clients, result, number)
         uploads, up = self._send_uploads(result.uploads, server)
-        self.server = m_step(self.algorithm, server, uploads, self.optimiser, len(clients) / self.data.clients)
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, len(clients) / self.data.clients)
+        _check_server(updated, number)
 
+        self.server = updated
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
         self.accuracy[clients] = result.correct.cpu().double() / sizes
         self.round = number
         record: Record = {"round": number, "bytes_up": up, "bytes_down": down, "train_loss": float(result.loss.mean())}
-        floored = _floored(server) | _floored(result.uploads)
+        floored |= _floored(server) | _floored(result.uploads)
         if floored:
             record["floored"] = sorted(floored)
         if evaluate:
@@ -103,21 +105,22 @@ class Simulation:
         memories: Tree = trees.stack([self.memory.get(client, blank) for client in clients])
         return memories
 
-    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[Tree, int]:
-        """Broadcast, encode, decode: the packets as the clients see them, stacked, and their bytes."""
+    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[Tree, int, set[str]]:
+        """Broadcast, encode, decode: the packets as the clients see them, stacked, their bytes, and floored layers."""
         prior, layout = self.algorithm.prior, self.algorithm.downlink(server)
         listeners = clients if prior.per_client else clients[:1]
-        packets, total = [], 0
+        packets, total, floored = [], 0, set()
         for client in listeners:
-            packet = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
-            packet, size = self._through_wire(packet, layout)
+            spoken = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+            packet, size = self._through_wire(spoken, layout)
             packets.append(packet)
             total += size
+            floored |= _floored(spoken)
         if prior.per_client:
-            return trees.stack(packets), total
+            return trees.stack(packets), total, floored
         # One packet for all: every client sees the same memory.
         count = len(clients)
-        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count
+        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count, floored
 
     def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
         layout = self.algorithm.uplink(server)
@@ -129,17 +132,6 @@ class Simulation:
             return message, wire.message_bytes(message, layout)
         data = wire.encode(message, layout, self.round + 1)
         return wire.decode(data, layout, self.round + 1, self.root.device), len(data)
-
-    def _check_finite(self, clients: list[int], result: CohortResult, number: int) -> None:
-        finite = result.loss.isfinite()
-        for leaf in result.uploads["weights"].values():
-            finite = finite & leaf.sum(tuple(range(1, leaf.dim()))).isfinite()
-        if not bool(finite.all()):
-            client = clients[int((~finite).nonzero()[0])]
-            raise DivergedError(
-                f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
-                "The state before that round is kept; lower the learning rates"
-            )
 
 
 def simulation(
@@ -184,3 +176,25 @@ def simulation(
 def _floored(state: Tree) -> set[str]:
     """The layers in which the floor kept a unit."""
     return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
+
+
+def _check_clients(clients: list[int], result: CohortResult, number: int) -> None:
+    """A client whose numbers overflowed is named; nothing has changed at the server yet."""
+    finite = result.loss.isfinite()
+    for leaf in result.uploads["weights"].values():
+        finite = finite & leaf.sum(tuple(range(1, leaf.dim()))).isfinite()
+    if not bool(finite.all()):
+        client = clients[int((~finite).nonzero()[0])]
+        raise DivergedError(
+            f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
+            "The state before that round is kept; lower the learning rates"
+        )
+
+
+def _check_server(server: Tree, number: int) -> None:
+    sums = [leaf.sum() for _, leaf in trees.leaves(server)]
+    if not bool(torch.stack([value.isfinite() for value in sums]).all()):
+        raise DivergedError(
+            f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
+            "The state before that round is kept; lower the server's learning rates"
+        )
