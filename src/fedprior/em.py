@@ -106,11 +106,12 @@ def local_objective(algorithm: Algorithm, network: Network) -> Callable[..., tup
     prior = algorithm.prior
 
     def objective(
-        local: Tree, packet: Tree, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+        local: Tree, packet: Tree, x: Tensor, y: Tensor, weight: Tensor | None, relax_key: Tensor, dropout_key: Tensor
     ) -> tuple[Tensor, Tensor]:
-        params = prior.relax(local, packet, keys.fold(key, Purpose.RELAX))
-        loss = network.training_loss(params, x, y, weight, keys.fold(key, Purpose.DROPOUT))
-        return loss - prior.tempered_log_prob(prior.expect(local, packet), packet), loss
+        expected = prior.expect(local, packet)
+        params = prior.relax(expected, packet, relax_key)
+        loss = network.training_loss(params, x, y, weight, dropout_key)
+        return loss - prior.tempered_log_prob(expected, packet), loss
 
     return objective
 
@@ -131,17 +132,20 @@ def e_step(
     lift = torch.func.vmap if vectorised else _as_is
     gradient = (_cohort_gradient if vectorised else _gradient)(local_objective(algorithm, network))
     start = lift(_adopter(prior, network))(packet, keys.fold(key, Purpose.ADOPT), _all(prior, batches))
+    packet = lift(prior.receive)(packet)
     support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
     direction = correction.direction(packet, memory, support)
     optimiser = TreeOptimiser(algorithm.local, start)
     local = optimiser.values
     lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
     total, steps = torch.zeros_like(lr), torch.zeros_like(lr)
-    step_key = keys.fold(key, Purpose.STEP)
+    step_keys = keys.fold(keys.fold(key, Purpose.STEP).unsqueeze(-1), torch.arange(len(batches), device=key.device))
+    relax_keys, dropout_keys = keys.fold(step_keys, Purpose.RELAX), keys.fold(step_keys, Purpose.DROPOUT)
     for step in range(len(batches)):
         batch = batches[step]
         before = tree_map(Tensor.clone, local) if batch.active is not None else local
-        grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, keys.fold(step_key, step))
+        draws = (relax_keys[..., step], dropout_keys[..., step])
+        grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, *draws)
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)

@@ -81,13 +81,17 @@ class Prior(ABC):
         """Start q at the prior: the client's variables."""
         return {"weights": packet["weights"]}
 
-    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
-        """A differentiable draw from q, for the network to run with."""
-        return local["weights"]
+    def receive(self, packet: Tree) -> Tree:
+        """The packet, with what a client works out from it once, before it trains."""
+        return packet
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
-        """The assignment that q expects, for the penalty."""
+        """The assignment that q expects, for the penalty; `relax` is given it as well."""
         return {"weights": local["weights"], "gates": {}}
+
+    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+        """A differentiable draw from q, for the network to run with."""
+        return expected["weights"]
 
     smooth: bool = True
     """False: `log_prob` has a term that gradients do not serve, and `prox` takes its step."""

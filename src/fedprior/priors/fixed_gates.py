@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprior import keys
 from fedprior.errors import SettingError
 from fedprior.priors.base import Prior, Term
-from fedprior.priors.gated import gated_layout, gated_mean
+from fedprior.priors.gated import gate_draws, gated_layout, gated_mean
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -56,22 +55,18 @@ class FixedGates(Prior):
 
     def _draw(self, like: Params, key: Tensor) -> tuple[Gates, Gates]:
         """Gates, and the draws themselves as scores for the floor."""
-        some = next(iter(like.values()))
-        draws = {
-            layer: keys.uniform(keys.fold(key, i), shape, some.dtype)
-            for i, (layer, shape) in enumerate(self.gating.gate_shapes.items())
-        }
+        draws = gate_draws(self.gating, key, next(iter(like.values())).dtype)
         return {layer: (u >= self.rates[layer]).to(u.dtype) for layer, u in draws.items()}, draws
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:
         return {**server, "weights": gated_mean(self.gating, assignments, server)}
 
-    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
+    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
         if not self.noise:
-            return self.gating.apply(local["weights"], packet["gates"])
-        drawn, _ = self._draw(local["weights"], key)
+            return self.gating.apply(expected["weights"], packet["gates"])
+        drawn, _ = self._draw(expected["weights"], key)
         kept = {layer: packet["gates"][layer] * gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
-        return self.gating.apply(local["weights"], kept)
+        return self.gating.apply(expected["weights"], kept)
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
         return {"weights": local["weights"], "gates": packet["gates"]}

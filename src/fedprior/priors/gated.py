@@ -1,8 +1,10 @@
 """What the priors with gates share."""
 
 import torch
+from torch import Tensor
 
-from fedprior.trees import Params, Tree
+from fedprior import keys
+from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
 
@@ -27,3 +29,10 @@ def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layo
     if thresholds:
         sections["thresholds"] = Section(gating.gate_shapes, dict)
     return Layout(sections, gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+
+
+def gate_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Gates:
+    """One uniform number a gate, all of them from one call: many small ones would cost more than the draw."""
+    sizes = [torch.Size(shape).numel() for shape in gating.gate_shapes.values()]
+    draws = keys.uniform(key, (sum(sizes),), dtype).split(sizes)
+    return {layer: u.reshape(shape) for (layer, shape), u in zip(gating.gate_shapes.items(), draws, strict=True)}

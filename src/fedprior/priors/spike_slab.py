@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprior import keys
 from fedprior.errors import SettingError
 from fedprior.priors.base import Explain, Prior, Term
-from fedprior.priors.gated import gated_layout, gated_mean
+from fedprior.priors.gated import gate_draws, gated_layout, gated_mean
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -89,6 +88,8 @@ class SpikeSlab(Prior):
 
     def logits(self, state: Tree) -> Gates:
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
+        if "logits" in state:
+            return state["logits"]
         norms = self.gating.norms({name: value.detach() for name, value in state["weights"].items()})
         logits = {layer: (norms[layer] - F.softplus(v)) / self.temperature for layer, v in state["thresholds"].items()}
         if "gates" not in state:
@@ -165,24 +166,26 @@ class SpikeSlab(Prior):
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         return {"weights": packet["weights"], "thresholds": packet["thresholds"]}
 
-    def relax(self, local: Tree, packet: Tree, key: Tensor) -> Params:
-        """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
-        gates = {}
-        for i, (layer, logit) in enumerate(self.logits({**local, "gates": packet["gates"]}).items()):
-            u = keys.uniform(keys.fold(key, i), tuple(logit.shape), logit.dtype)
-            gates[layer] = hard_concrete(logit, u)
-        return self.gating.apply(local["weights"], gates)
+    def receive(self, packet: Tree) -> Tree:
+        return {**packet, "logits": self.logits(packet)}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
-        return {"weights": local["weights"], "gates": self.gates({**local, "gates": packet["gates"]})}
+        logits = self.logits({**local, "gates": packet["gates"]})
+        gates = {layer: logit.sigmoid() for layer, logit in logits.items()}
+        return {"weights": local["weights"], "gates": gates, "logits": logits}
+
+    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+        """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
+        logits = expected["logits"]
+        draws = gate_draws(self.gating, key, next(iter(logits.values())).dtype)
+        gates = {layer: hard_concrete(logit, draws[layer]) for layer, logit in logits.items()}
+        return self.gating.apply(expected["weights"], gates)
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """z ~ Bern(π), exactly; what z leaves of w_s."""
         logits = self.logits({**local, "gates": packet["gates"]})
-        drawn = {}
-        for i, (layer, logit) in enumerate(logits.items()):
-            u = keys.uniform(keys.fold(key, i), tuple(logit.shape), logit.dtype)
-            drawn[layer] = (u < logit.sigmoid()).to(logit.dtype)
+        draws = gate_draws(self.gating, key, next(iter(logits.values())).dtype)
+        drawn = {layer: (draws[layer] < logit.sigmoid()).to(logit.dtype) for layer, logit in logits.items()}
         gates, floored = self.gating.floor(drawn, logits)
         return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
 
