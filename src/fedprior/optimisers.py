@@ -37,7 +37,10 @@ class Optimiser:
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingError(f"{self.name}: {key} must be finite, got {value}")
         try:
-            self.build([torch.zeros(1, 1)])
+            trial = torch.zeros(1, 1)
+            optimiser = self.build([trial])
+            trial.grad = torch.ones_like(trial)
+            optimiser.step()  # some settings, such as a rate that float32 cannot hold, fail only here
         except Exception as error:  # torch checks its settings in many ways: Adam's betas=(0.9,) is an IndexError
             raise SettingError(f"{self}: {error}") from error
 

@@ -1,7 +1,8 @@
 """One federated round, top to bottom. It knows no algorithm by name: the prior decides what each line does."""
 
+import copy
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -150,7 +151,8 @@ def simulation(
     device: torch.device | str = "cpu",
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
-    network.module.to(device)
+    # A copy: the user's module stays where it is, with the weights it has.
+    network = replace(network, module=copy.deepcopy(network.module).to(device))
     root = keys.key(seed, device)
     server = algorithm.init(network.params())
     hostile = torch.zeros(data.clients, dtype=torch.bool, device=device)

@@ -1,6 +1,5 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -160,8 +159,7 @@ def drive(
     summary = summarise(sim, records, about)
     if folder:
         folder.finish(summary, model)
-    # A copy, so that the task still starts from the weights it had.
-    module = copy.deepcopy(sim.network.module)
+    module = sim.network.module
     module.load_state_dict(model, strict=False)
     return Result(records, summary, module.eval(), sim, folder.path if folder else None)
 
