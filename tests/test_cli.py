@@ -147,7 +147,7 @@ def test_tasks_and_algorithms_are_listed_with_their_settings(shell):
     code, out, err = shell("tasks")
     assert (code, err) == (0, "")
     assert "mnist-mini" in out
-    assert "alpha=1.0" in out
+    assert "alpha=10.0" in out
     code, out, err = shell("algorithms")
     assert (code, err) == (0, "")
     for name in fedprior.ALGORITHMS:
