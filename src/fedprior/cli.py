@@ -41,6 +41,9 @@ Set = Annotated[
 Rounds = Annotated[int | None, typer.Option(help="Rounds to train; the task's default if not given.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Cohort = Annotated[int | None, typer.Option("--clients-per-round", help="Clients in a round.")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="A folder with the data sets as the Hugging Face Hub lays them out.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 
 
@@ -66,13 +69,16 @@ def run_command(
     seed: Seed = 0,
     clients_per_round: Cohort = None,
     device: Device = "auto",
+    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
     label: Annotated[str | None, typer.Option(help="A name for this setting of the algorithm.")] = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train one algorithm on one task."""
     folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
-    result = _run(task, [algorithm], rounds, seed, clients_per_round, device, [folder], label, set_)
+    result = _run(
+        task, [algorithm], rounds, seed, clients_per_round, device, [folder], label, _settings(set_, data_dir)
+    )
     console.print(summary_table([r.summary for r in result]))
     console.print(f"{folder}", highlight=False)
 
@@ -85,6 +91,7 @@ def compare(
     seed: Seed = 0,
     clients_per_round: Cohort = None,
     device: Device = "auto",
+    data_dir: DataDir = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
     ] = None,
@@ -96,7 +103,8 @@ def compare(
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
     RunFolder(folder).check_unused()
-    results = _run(task, names, rounds, seed, clients_per_round, device, [folder / name for name in names], None, set_)
+    folders, settings = [folder / name for name in names], _settings(set_, data_dir)
+    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings)
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
     (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
@@ -160,6 +168,11 @@ def _run(
         with RunProgress(console, label or one.name, total) as progress:
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
+
+
+def _settings(set_: list[str], data_dir: Path | None) -> list[str]:
+    """`--data-dir` is an option of a task; its full path lets a run be resumed from anywhere."""
+    return [*set_, f"data_dir={data_dir.resolve()}"] if data_dir else set_
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The Dirichlet partition: who gets what, and that a seed names it for ever."""
+"""The partitions: who gets what, and that a seed names it for ever."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprior import DataError, SettingError
-from fedprior.data import dirichlet
+from fedprior.data import dirichlet, partition
 
 LABELS = np.repeat(np.arange(10), 100)
 TEST_LABELS = np.repeat(np.arange(10), 20)
@@ -96,3 +96,74 @@ def test_the_number_of_clients_must_fit():
         dirichlet(LABELS, TEST_LABELS, 0, 1.0, 0)
     with pytest.raises(DataError, match="1001 clients cannot share 1000"):
         dirichlet(LABELS, TEST_LABELS, 1001, 1.0, 0)
+
+
+# ---------------------------------------------------------------------- the other partitions
+
+
+def cifar100_labels() -> tuple[np.ndarray, ...]:
+    fine, test_fine = np.arange(2000) % 100, np.arange(500) % 100
+    return fine, fine // 5, test_fine, test_fine // 5
+
+
+def test_pachinko_gives_equal_disjoint_hands_that_favour_few_coarse_labels() -> None:
+    fine, coarse, test_fine, test_coarse = cifar100_labels()
+    train, test = partition.pachinko(fine, coarse, test_fine, test_coarse, clients=20, seed=0)
+    assert sorted(np.concatenate(train).tolist()) == list(range(2000))
+    assert sorted(np.concatenate(test).tolist()) == list(range(500))
+    assert {len(hand) for hand in train} == {100}
+    # The first client meets full pools, so its hand shows its preferences: few coarse labels, spread within them.
+    shares = np.sort(np.bincount(coarse[train[0]], minlength=20))[::-1] / 100
+    assert shares[:4].sum() > 0.6
+    tests = np.bincount(test_coarse[test[0]], minlength=20) / 25
+    trains = np.bincount(coarse[train[0]], minlength=20) / 100
+    assert np.abs(tests - trains).sum() < 0.7, "test examples follow the same preferences"
+
+
+def test_pachinko_with_even_preferences_is_even() -> None:
+    fine, coarse, test_fine, test_coarse = cifar100_labels()
+    train, _ = partition.pachinko(fine, coarse, test_fine, test_coarse, 20, seed=0, alpha=1e4, beta=1e4)
+    assert np.bincount(coarse[train[0]], minlength=20).max() <= 15
+
+
+def test_by_writer_gives_each_writer_its_own_examples() -> None:
+    writers = np.array(["b", "a", "b", "c", "a", "b", "a", "b", "b", "b", "b", "b", "b"])
+    train, test = partition.by_writer(writers, seed=0, test_fraction=0.2)
+    assert [set(writers[np.concatenate([a, b])]) for a, b in zip(train, test, strict=True)] == [{"a"}, {"b"}]
+    assert [len(part) for part in test] == [1, 2], "writer c has one example and is left out"
+    assert not set(train[1]) & set(test[1])
+
+
+def test_single_class_users_have_one_class_and_share_it_equally() -> None:
+    labels, tests = np.arange(1000) % 10, np.arange(200) % 10
+    train, test = partition.single_class(labels, tests, clients=100, seed=0)
+    for user, (rows, held) in enumerate(zip(train, test, strict=True)):
+        assert set(labels[rows]) == set(tests[held]) == {user % 10}
+        assert (len(rows), len(held)) == (10, 2)
+    assert sorted(np.concatenate(train).tolist()) == list(range(1000))
+
+
+def test_partitions_are_pinned() -> None:
+    """A seed names the same partition for ever."""
+    labels, tests = np.arange(1000) % 10, np.arange(200) % 10
+    made = {
+        "264069870d26ed39": partition.pachinko(*cifar100_labels(), clients=20, seed=3),
+        "3470a81079caa67b": partition.by_writer(np.arange(300) % 7, seed=3),
+        "ebb437ffdcd5682f": partition.single_class(labels, tests, 20, seed=3),
+    }
+    for expected, (train, test) in made.items():
+        assert fingerprint([*train, *test]) == expected
+
+
+@pytest.mark.parametrize("clients", [0, -1, 5000])
+def test_impossible_numbers_of_clients_are_refused(clients: int) -> None:
+    labels, tests = np.arange(1000) % 10, np.arange(200) % 10
+    with pytest.raises((SettingError, DataError), match="clients"):
+        partition.single_class(labels, tests, clients, seed=0)
+    with pytest.raises((SettingError, DataError), match="clients"):
+        partition.pachinko(*cifar100_labels(), clients=clients, seed=0)
+
+
+def test_single_class_needs_a_multiple_of_the_classes() -> None:
+    with pytest.raises(SettingError, match="multiple"):
+        partition.single_class(np.arange(100) % 10, np.arange(20) % 10, 15, seed=0)

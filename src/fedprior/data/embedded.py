@@ -3,20 +3,10 @@
 import io
 import lzma
 from importlib import resources
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-
-class Images(NamedTuple):
-    """A labelled image set, normalised, channels first."""
-
-    x: Tensor
-    y: np.ndarray
-    test_x: Tensor
-    test_y: np.ndarray
+from fedprior.data.images import Images, normalise
 
 
 def mnist_mini(validation: bool = False) -> Images:
@@ -26,9 +16,7 @@ def mnist_mini(validation: bool = False) -> Images:
     """
     packed = resources.files("fedprior.data").joinpath("mnist_mini.npz.xz").read_bytes()
     arrays = np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False)
-    train, test = (torch.from_numpy(arrays[name]).unsqueeze(1).float() / 255 for name in ("train_x", "test_x"))
-    mean, deviation = train.mean(), train.std()
-    train, test = (train - mean) / deviation, (test - mean) / deviation
+    train, test = normalise(arrays["train_x"], arrays["test_x"])
     train_y, test_y = (arrays[name].astype(np.int64) for name in ("train_y", "test_y"))
     if validation:
         return Images(train[:8000], train_y[:8000], train[8000:], train_y[8000:])

@@ -1,0 +1,107 @@
+"""Image sets of the Hugging Face Hub, by name online or from a local folder of the same layout, decoded once.
+
+`datasets` is needed only to decode; the arrays are then kept as a plain .npz, and a folder that holds such a file
+(`uoft-cs--cifar10.npz` for `uoft-cs/cifar10`) serves machines that have neither the library nor a network.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedprior.errors import DataError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of the Hub: where it is, and which of its columns hold what."""
+
+    repository: str
+    image: str
+    columns: Mapping[str, str]
+    """Our name to the Hub's: {"label": "fine_label", …}."""
+    splits: tuple[str, ...] = ("train", "test")
+
+
+CIFAR10 = Source("uoft-cs/cifar10", "img", {"label": "label"})
+CIFAR100 = Source("uoft-cs/cifar100", "img", {"label": "fine_label", "coarse": "coarse_label"})
+MNIST = Source("ylecun/mnist", "image", {"label": "label"})
+FEMNIST = Source("flwrlabs/femnist", "image", {"label": "character", "writer": "writer_id"}, ("train",))
+
+Arrays = dict[str, np.ndarray]
+"""`train_image`, `train_label`, `test_image`, …"""
+
+
+def load(source: Source, data_dir: str = "") -> Arrays:
+    """The arrays of a set: from an .npz beside or in the cache, else decoded from the folder or the Hub."""
+    folder = Path(data_dir).expanduser() / source.repository if data_dir else None
+    if data_dir and not Path(data_dir).expanduser().is_dir():
+        raise DataError(f"the data folder {data_dir} does not exist")
+    ready = Path(data_dir).expanduser() / f"{_flat(source)}.npz" if data_dir else None
+    for path in (ready, _cache_file(source, folder)):
+        if path is not None and path.is_file():
+            return _read(path, source)
+    arrays = _decode(source, folder)
+    path = _cache_file(source, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.part.npz")
+    np.savez(temporary, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the first keyword for an option
+    temporary.replace(path)
+    return arrays
+
+
+def _flat(source: Source) -> str:
+    return source.repository.replace("/", "--")
+
+
+def _cache_file(source: Source, folder: Path | None) -> Path:
+    """One file a set; of a local folder, one for each state of its files."""
+    cache = Path(os.environ.get("FEDPRIOR_CACHE", Path.home() / ".cache" / "fedprior"))
+    if folder is None:
+        return cache / f"{_flat(source)}.npz"
+    files = sorted(folder.rglob("*.parquet")) if folder.is_dir() else []
+    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return cache / f"{_flat(source)}-{hashlib.sha256(repr(state).encode()).hexdigest()[:12]}.npz"
+
+
+def _read(path: Path, source: Source) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read ({error}); delete it to decode the data again") from error
+    missing = {f"{split}_{name}" for split in source.splits for name in ("image", *source.columns)} - set(arrays)
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(sorted(missing))}; delete it to decode the data again")
+    return arrays
+
+
+def _decode(source: Source, folder: Path | None) -> Arrays:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"decoding {source.repository} needs the Hugging Face library: pip install 'fedprior[hub]'"
+        ) from error
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} as the Hub has it")
+    try:
+        loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository)
+    except Exception as error:  # the library raises whatever its network stack does
+        raise DataError(
+            f"{source.repository} could not be loaded ({type(error).__name__}: {error}); go online once, or pass "
+            f"--data-dir with the folder {source.repository} in the Hub's layout"
+        ) from error
+    arrays: Arrays = {}
+    for split in source.splits:
+        absent = {source.image, *source.columns.values()} - set(loaded[split].column_names)
+        if absent:
+            raise DataError(f"{source.repository} has no column {', '.join(sorted(absent))} in its split {split!r}")
+        arrays[f"{split}_image"] = np.stack([np.asarray(image) for image in loaded[split][source.image]])
+        for ours, theirs in source.columns.items():
+            arrays[f"{split}_{ours}"] = np.asarray(loaded[split][theirs])
+    return arrays
