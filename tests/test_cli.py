@@ -295,12 +295,18 @@ def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_p
     command += ["--rounds", "500", "--clients-per-round", "1", "--set", "clients=500", "--set", "checkpoint_every=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has them ignore interrupts, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         while process.poll() is None and not (tmp_path / "run" / "checkpoint.safetensors").exists():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate()
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == "", "no progress bar where there is no terminal"
     assert err.count("\n") == 1

@@ -1,6 +1,7 @@
 """The Python API, and what a run leaves on disk."""
 
 import json
+import shutil
 import tomllib
 
 import pytest
@@ -283,3 +284,16 @@ def test_ones_own_algorithm_can_be_resumed_when_it_is_given_again(small_task, tm
     with pytest.raises(RunError, match=r"used an algorithm of your own; resume it from Python: .*algorithm=…"):
         fedprior.resume(tmp_path / "run", task=task)
     assert fedprior.resume(tmp_path / "run", task=task, algorithm=own(task)).records == whole.records
+
+
+def test_another_runs_checkpoint_is_refused_even_with_the_same_seed(tmp_path):
+    """Copied over, it would mix two runs: its records are not those in the folder."""
+    for name, rate in (("a", 0.05), ("b", 0.2)):
+        task = fedprior.task("mnist-mini", clients=200)
+        chosen = fedprior.algorithm("fedavg", task.network, local_optimiser=f"SGD(lr={rate})")
+        fedprior.run(task, chosen, rounds=2, clients_per_round=2, out=tmp_path / name)
+    shutil.copy(tmp_path / "b" / "checkpoint.safetensors", tmp_path / "a" / "checkpoint.safetensors")
+    before = (tmp_path / "a" / "rounds.jsonl").read_bytes()
+    with pytest.raises(fedprior.RunError, match="does not belong to the records"):
+        fedprior.resume(tmp_path / "a")
+    assert (tmp_path / "a" / "rounds.jsonl").read_bytes() == before

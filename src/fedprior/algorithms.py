@@ -62,13 +62,14 @@ def fixed_gates(
     output_rate: float = 0.01,
     noise: bool = False,
     precision: float = 0.0,
+    ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
     server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
 ) -> Algorithm:
     """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
-    structure = find_structure(network.module, network.example, gate_output=output_rate > 0)
+    structure = find_structure(network.module, network.example, gate_output=output_rate > 0, ungated=ungated)
     reading = {reader.parameter for reader in structure.readers}
     rates = {}
     for layer in structure.layers:

@@ -10,8 +10,10 @@ from fedprior.workers import Workers
 
 
 def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
-    """How many of these examples a model gets right."""
+    """How many of these examples a model gets right; none where targets are not labels."""
     total = torch.zeros((), dtype=torch.int64, device=y.device)
+    if y.dim() != 1 or y.is_floating_point():
+        return total
     with torch.no_grad():
         for start in range(0, len(y), batch):
             outputs = network.predict(params, x[start : start + batch])
@@ -22,7 +24,7 @@ def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch
 def ensemble_accuracy(workers: Workers, models: Params, data: FederatedData, batch: int = 512) -> float:
     """Accuracy on the union of the clients' test sets; stacked models vote with their mean probabilities."""
     rows = data.test.rows.unique()
-    if len(rows) == 0:
+    if len(rows) == 0 or not data.labelled:
         return float("nan")
     members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]
 

@@ -52,11 +52,15 @@ class Network:
 
     def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
         """The mean loss of a batch; examples of weight zero are padding."""
+        return _mean(self.training_losses(params, x, y, key), weight)
+
+    def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        """One loss an example, with dropout drawn from the key."""
         self.module.train()
         # Always on, because `forward` may call dropout as a plain function; it costs next to nothing.
         with _KeyedDropout(key):
             outputs = self._run(params, x)
-        return _mean(self.loss(outputs, y), weight)
+        return self.loss(outputs, y)
 
     def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         """The same without dropout."""

@@ -41,6 +41,8 @@ class Optimiser:
             optimiser = self.build([trial])
             trial.grad = torch.ones_like(trial)
             optimiser.step()  # some settings, such as a rate that float32 cannot hold, fail only here
+        except SettingError:
+            raise
         except Exception as error:  # torch checks its settings in many ways: Adam's betas=(0.9,) is an IndexError
             raise SettingError(f"{self}: {error}") from error
 

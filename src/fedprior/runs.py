@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.algorithms import algorithm as named_algorithm
-from fedprior.algorithms import algorithm_settings
 from fedprior.em import Algorithm
-from fedprior.errors import RunError
+from fedprior.errors import RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint
-from fedprior.simulate.folder import RunFolder
+from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Progress, Result, Settings, build, drive
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
@@ -71,8 +71,9 @@ def resume(
         algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
     sim = build(algorithm, task.network, task.data, chosen)
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
-    if folder.checkpoint.exists():
-        checkpoint.load(folder.checkpoint, sim)
+    expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
+    if checksum(folder.records()[: sim.round]) != expected:
+        raise RunError(f"{folder.checkpoint} does not belong to the records in {folder.rounds}")
     records = folder.truncate(sim.round)
     return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
 
@@ -107,6 +108,9 @@ def sort_settings(
     everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
     for key in given:
         if key not in everything:
+            owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
+            if owners:
+                raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")
             raise nearest(key, everything, "setting")
     return (
         {k: v for k, v in given.items() if k in RUN_OPTIONS},

@@ -40,8 +40,15 @@ def convert(option: Option, value: Any) -> Any:
     try:
         return _convert(option.kind, value)
     except (ValueError, TypeError, OverflowError) as error:
-        kind = getattr(option.kind, "__name__", str(option.kind))
-        raise SettingError(f"{option.name} must be {kind}, got {value!r}") from error
+        raise SettingError(f"{option.name} must be {_named(option.kind)}, got {value!r}") from error
+
+
+def _named(kind: Any) -> str:
+    """A type in words: `int` or, for one that may be absent, `int or none`."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if type(None) in typing.get_args(kind):
+        return f"{_named(parts[0])} or none"
+    return str(getattr(kind, "__name__", kind))
 
 
 def _convert(kind: Any, value: Any) -> Any:

@@ -274,3 +274,80 @@ def test_a_gate_that_the_server_closed_stays_closed(prior: SpikeSlab) -> None:
     for i in range(50):
         assert bool((prior.relax(prior.expect(local, packet), packet, keys.key(i))["a"][0] == 0).all())
         assert bool((prior.commit(local, packet, keys.key(i))["gates"]["a"][0] == 0).all())
+
+
+def unit_prior() -> tuple[SpikeSlab, Tree, Tree]:
+    """Two hidden layers, so that weights have gates on both sides."""
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    ).double()
+    gating = UnitGating(find_structure(model, torch.zeros(3, dtype=torch.float64)))
+    prior = SpikeSlab(gating, lambda0=0.03, precision=0.7, cross_entropy=0.4, temperature=T)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    draw = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in gating.gate_shapes.items()}
+    moved = {
+        name: value + 0.3 * torch.randn(value.shape, generator=generator).double() for name, value in params.items()
+    }
+    return (
+        prior,
+        {"weights": params, "thresholds": draw},
+        {"weights": moved, "thresholds": {k: v + 0.2 for k, v in draw.items()}},
+    )
+
+
+def unit_theta(state: Tree, layer: str) -> Tensor:
+    rows = torch.cat([state["weights"][f"{layer}.weight"], state["weights"][f"{layer}.bias"][:, None]], 1)
+    return torch.sigmoid((rows.detach().norm(dim=1) - torch.log1p(state["thresholds"][layer].exp())) / T)
+
+
+def test_unit_wise_local_gradients_are_the_papers() -> None:
+    """Group g: ∂/∂w = λ π_g (w_s − w); ∂/∂v as for a weight, with the group's squared distance and its n λ0."""
+    prior, server, local = unit_prior()
+    packet = opened(prior, server)
+    with_grad(local)
+    (-prior.tempered_log_prob(prior.expect(local, packet), packet)).backward()
+    for layer in ("0", "2"):
+        pi, prob = unit_theta(local, layer).detach(), unit_theta(server, layer)
+        squares, size = torch.zeros_like(pi), 0
+        for part in ("weight", "bias"):
+            leaf, w = local["weights"][f"{layer}.{part}"], server["weights"][f"{layer}.{part}"]
+            away = (leaf.detach() - w).reshape(len(pi), -1)
+            torch.testing.assert_close(
+                leaf.grad.reshape(len(pi), -1), prior.precision * pi[:, None] * away, atol=1e-8, rtol=0
+            )
+            squares, size = squares + away.square().sum(1), size + away.shape[1]
+        slope = prior.precision / 2 * squares + size * prior.lambda0 - prior.cross_entropy * torch.logit(prob)
+        expected = -pi * (1 - pi) * torch.sigmoid(local["thresholds"][layer].detach()) / T * slope
+        torch.testing.assert_close(local["thresholds"][layer].grad, expected, rtol=0, atol=1e-8)
+
+
+def test_unit_wise_server_gradients_are_those_of_algorithm_1_for_what_was_sent() -> None:
+    """∇w = z (ŵ_s − w) on the weights in the message; a column that reads a closed unit was not sent and has no say."""
+    prior, server, local = unit_prior()
+    gates = {"0": torch.tensor([1.0, 0, 1, 1]).double(), "2": torch.tensor([1.0, 1, 0, 1, 1]).double()}
+    upload = {"weights": prior.gating.prune(local["weights"], gates), "gates": gates}
+    assignment = {**upload, "weights": prior.realise(upload, server)}
+    with_grad(server)
+    prior.log_prob(assignment, server).backward()
+    sent = prior.gating.mask(gates)
+    for name, w in server["weights"].items():
+        expected = sent.get(name, torch.ones(())) * (local["weights"][name] - w.detach())
+        torch.testing.assert_close(w.grad, expected.expand(w.shape), rtol=0, atol=1e-8)
+    for layer, z in gates.items():
+        prob, v = unit_theta(server, layer).detach(), server["thresholds"][layer]
+        torch.testing.assert_close(v.grad, -(z - prob) * torch.sigmoid(v.detach()) / T, rtol=0, atol=1e-8)
+
+
+def test_momentum_does_not_revive_what_was_pruned() -> None:
+    prior, server = lenet_prior()
+    server["thresholds"]["conv1"][:20] += 3.0
+    pruned = prior.prune(server)
+    theta_before = prior.gates(pruned)["conv2"]
+    drifted = {**pruned, "weights": {name: value + 1e-3 for name, value in pruned["weights"].items()}}
+    again = prior.prune(drifted)
+    assert bool((again["weights"]["conv1.weight"][:20] == 0).all())
+    assert bool((again["weights"]["conv2.weight"][:, :20] == 0).all())
+    alive = {**pruned, "weights": prior.gating.prune(drifted["weights"], pruned["open"])}
+    torch.testing.assert_close(prior.gates(again)["conv2"], prior.gates(alive)["conv2"], rtol=0, atol=1e-9)
+    assert not torch.equal(prior.gates(again)["conv2"], theta_before)

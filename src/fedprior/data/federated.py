@@ -115,6 +115,11 @@ class FederatedData:
             )
 
     @property
+    def labelled(self) -> bool:
+        """Whether targets are class labels, so that there is an accuracy to speak of."""
+        return self.y.dim() == 1 and not self.y.is_floating_point()
+
+    @property
     def clients(self) -> int:
         """How many clients there are."""
         return len(self.train)

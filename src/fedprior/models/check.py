@@ -1,5 +1,6 @@
 """Can this model be trained by many clients at once?"""
 
+import torch
 from torch import nn
 
 from fedprior.errors import ModelError
@@ -16,5 +17,12 @@ def check_trainable(model: nn.Module) -> None:
                 else "it makes an example's output depend on the other examples of its batch"
             )
             raise ModelError(f"module {name!r} is a {type(module).__name__}: {why}. Use GroupNorm or LayerNorm instead")
+        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
+            kind = type(module).__name__
+            raise ModelError(f"module {name!r} is a {kind}, whose random draws no key controls. Use Dropout instead")
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    if len(kinds) > 1 or kinds - {torch.float32, torch.float64}:
+        found = ", ".join(sorted(str(kind) for kind in kinds))
+        raise ModelError(f"the model's parameters are {found}; they must all be float32, or all float64")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("the model has no trainable parameters")

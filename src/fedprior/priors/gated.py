@@ -28,7 +28,8 @@ def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layo
     sections = {"weights": Section(gating.shapes, gating.mask)}
     if thresholds:
         sections["thresholds"] = Section(gating.gate_shapes, dict)
-    return Layout(sections, gating.gate_shapes, next(iter(server["weights"].values())).dtype)
+    dtype = next(iter(server["weights"].values())).dtype
+    return Layout(sections, gating.gate_shapes, dtype, wiring=gating.wiring)
 
 
 def gate_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Gates:

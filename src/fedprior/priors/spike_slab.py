@@ -68,9 +68,9 @@ class SpikeSlab(Prior):
         return {"drift": self.drift, "l0": self.l0, "gates": self.agreement}
 
     def drift(self, assignment: Tree, server: Tree) -> Tensor:
-        """−½ Σ_j z_j (w_sj − w_j)², over the weights that are part of the client's network."""
-        mask = self.gating.mask(assignment["gates"])
-        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+        """−½ Σ_j z_j (w_sj − w_j)², z_j the gate of the group that weight j belongs to."""
+        own = self.gating.rows(assignment["gates"])
+        return -0.5 * squared_distance(assignment["weights"], server["weights"], own)
 
     def l0(self, assignment: Tree, server: Tree) -> Tensor:
         """−Σ_j z_j over parameters: a gate pays for each parameter it switches."""
@@ -104,20 +104,28 @@ class SpikeSlab(Prior):
         }
 
     # ------------------------------------------------------------------ the server
+    @property
+    def _start(self) -> float:
+        """The logit of θ at the start."""
+        return math.log(self.theta_start / (1 - self.theta_start))
+
+    @property
+    def _edge(self) -> float:
+        """The logit of ε."""
+        return math.log(self.prune_below / (1 - self.prune_below))
+
     def init(self, params: Params) -> Tree:
         norms = self.gating.norms(params)
-        start = math.log(self.theta_start / (1 - self.theta_start))
-        logits = {layer: torch.full_like(norm, start) for layer, norm in norms.items()}
+        logits = {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()}
         return {"weights": params, "thresholds": self._thresholds(norms, logits)}
 
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
-        logits = self.logits(server)
-        edge = math.log(self.prune_below / (1 - self.prune_below))
-        norms = self.gating.norms(server["weights"])
+        logits, norms = self.logits(server), self.gating.norms(server["weights"])
+        likely = {layer: (logit > self._edge).to(logit.dtype) for layer, logit in logits.items()}
         # The floor must not choose a group that was pruned before: there is nothing left of it to keep.
         scores = {layer: torch.where(norms[layer] > 0, logit, CLOSED) for layer, logit in logits.items()}
-        return self.gating.floor({layer: (logit > edge).to(logit.dtype) for layer, logit in logits.items()}, scores)
+        return self.gating.floor(likely, scores)
 
     def prune(self, server: Tree) -> Tree:
         """w ← I[θ > ε] w, and with a unit the weights that read it.
@@ -126,25 +134,21 @@ class SpikeSlab(Prior):
         unit would close the next layer. So v moves along and every surviving θ stays what it was. A gate that only the
         floor keeps is opened again as at the start: kept but closed it would be dead weight.
         """
-        gates, floored = self.open_gates(server)
         if not self.prune_server:
-            return {**server, "floored": floored}
-        logits = self.logits(server)
+            return {**server, "floored": self.open_gates(server)[1]}
+        if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
+            server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
+        gates, floored = self.open_gates(server)
         weights = self.gating.prune(server["weights"], gates)
-        start = math.log(self.theta_start / (1 - self.theta_start))
-        edge = math.log(self.prune_below / (1 - self.prune_below))
-        kept = {layer: torch.where(logit > edge, logit, start) for layer, logit in logits.items()}
-        moved = self._thresholds(self.gating.norms(weights), kept)
-        before = self.gating.norms(server["weights"])
-        after = self.gating.norms(weights)
-        thresholds = {
+        logits, before, after = self.logits(server), self.gating.norms(server["weights"]), self.gating.norms(weights)
+        kept = {layer: torch.where(logit > self._edge, logit, self._start) for layer, logit in logits.items()}
+        moved = self._thresholds(after, kept)
+        thresholds = {}
+        for layer, v in server["thresholds"].items():
             # Untouched groups keep v to the last bit.
-            layer: torch.where(
-                (gates[layer] > 0) & ((before[layer] != after[layer]) | (logits[layer] <= edge)), moved[layer], v
-            )
-            for layer, v in server["thresholds"].items()
-        }
-        return {**server, "weights": weights, "thresholds": thresholds, "floored": floored}
+            touched = (before[layer] != after[layer]) | (logits[layer] <= self._edge)
+            thresholds[layer] = torch.where((gates[layer] > 0) & touched, moved[layer], v)
+        return {**server, "weights": weights, "thresholds": thresholds, "floored": floored, "open": gates}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         gates = self.open_gates(server)[0] if self.prune_server else self.gating.all_open(server["weights"])
@@ -188,6 +192,14 @@ class SpikeSlab(Prior):
         drawn = {layer: (draws[layer] < logit.sigmoid()).to(logit.dtype) for layer, logit in logits.items()}
         gates, floored = self.gating.floor(drawn, logits)
         return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
+
+    def realise(self, upload: Tree, reference: Tree) -> Params:
+        """What was sent; a column that reads a closed unit was not, has no effect, and is taken to be as it was."""
+        own, sent = self.gating.rows(upload["gates"]), self.gating.mask(upload["gates"])
+        return {
+            name: value + (own.get(name, 1.0) - sent[name]) * reference["weights"][name] if name in sent else value
+            for name, value in upload["weights"].items()
+        }
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:

@@ -27,8 +27,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-def save(path: Path, simulation: Simulation) -> None:
-    """Everything that the next round depends on."""
+def save(path: Path, simulation: Simulation, records: str = "") -> None:
+    """Everything that the next round depends on, and a checksum of the records that led here."""
     tensors, numbers = _split(_state(simulation))
     # safetensors wants memory of its own for every tensor.
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
@@ -39,12 +39,13 @@ def save(path: Path, simulation: Simulation) -> None:
         "seconds": repr(simulation.seconds),
         "numbers": json.dumps(numbers),
         "checksum": _checksum(plain),
+        "records": records,
     }
     write_atomically(path, safetensors.torch.save(plain, about))
 
 
-def load(path: Path, simulation: Simulation) -> None:
-    """Put a simulation built from the same config where the checkpoint left it."""
+def load(path: Path, simulation: Simulation) -> str:
+    """Put a simulation built from the same config where the checkpoint left it; return the records' checksum."""
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             about = file.metadata() or {}
@@ -52,7 +53,7 @@ def load(path: Path, simulation: Simulation) -> None:
                 raise RunError(f"{path} is not a fedprior checkpoint")
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             numbers, number, seconds = json.loads(about["numbers"]), int(about["round"]), float(about["seconds"])
-            identity, checksum = about["run"], about["checksum"]
+            identity, checksum, records = about["run"], about["checksum"], str(about["records"])
     except (safetensors.SafetensorError, KeyError, ValueError, OSError) as error:
         raise RunError(f"{path} is damaged and cannot be read ({error})") from error
     if checksum != _checksum(tensors):
@@ -61,6 +62,7 @@ def load(path: Path, simulation: Simulation) -> None:
         raise RunError(f"{path} belongs to another run than its config.toml says ({identity})")
     _restore(path, simulation, tensors, numbers)
     simulation.round, simulation.seconds = number, seconds
+    return records
 
 
 def _identity(simulation: Simulation) -> str:

@@ -98,7 +98,7 @@ def _correct_vectorised(network: Network, data: FederatedData, clients: list[int
     rows = torch.nn.utils.rnn.pad_sequence(
         [data.test[client] for client in clients], batch_first=True, padding_value=-1
     )
-    if rows.shape[1] == 0:
+    if rows.shape[1] == 0 or not data.labelled:
         return torch.zeros(len(clients), dtype=torch.int64, device=rows.device)
     with torch.no_grad():
         outputs = torch.func.vmap(network.predict)(params, data.test_x[rows])

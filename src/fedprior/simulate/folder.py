@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ class RunFolder:
     def check_unused(self) -> None:
         """Refuse a folder that holds anything."""
         try:
-            used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+            # A crash while the folder was made may have left half a config, which is nothing yet.
+            used = self.path.exists() and (
+                not self.path.is_dir() or any(entry.suffix != ".part" for entry in self.path.iterdir())
+            )
         except OSError as error:
             raise RunError(f"cannot use {self.path}: {error.strerror}") from error
         if used:
@@ -72,7 +76,8 @@ class RunFolder:
             records = [json.loads(line) for line in lines]
         except (ValueError, OSError) as error:
             raise RunError(f"{self.rounds} is damaged: {error}") from error
-        if not all(isinstance(record, dict) for record in records):
+        needed = {"round", "bytes_up", "bytes_down", "train_loss"}
+        if not all(isinstance(record, dict) and needed <= record.keys() for record in records):
             raise RunError(f"{self.rounds} is damaged: a line is not a record")
         return records
 
@@ -90,6 +95,12 @@ class RunFolder:
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in model.items()}
         write_atomically(self.model, safetensors.torch.save(plain))
         write_atomically(self.summary, (json.dumps(without_nan(summary), indent=2) + "\n").encode())
+
+
+def checksum(records: list[Record]) -> str:
+    """CRC-32 of the lines of these records: a checkpoint belongs to the records that led to it."""
+    text = "".join(json.dumps(without_nan(record)) + "\n" for record in records)
+    return str(zlib.crc32(text.encode()))
 
 
 def without_nan(record: Record) -> Record:

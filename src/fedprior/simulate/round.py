@@ -65,13 +65,12 @@ class Simulation:
         result = self._e_steps(chosen, key)
         _check_clients(clients, result, number)
         uploads, up = self._send_uploads(result.uploads, server)
-        updated = m_step(self.algorithm, server, uploads, self.optimiser, len(clients) / self.data.clients)
-        _check_server(updated, number)
+        self.server = self._m_step(server, uploads, number)
 
-        self.server = updated
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
-        self.accuracy[clients] = result.correct.cpu().double() / sizes
+        if self.data.labelled:
+            self.accuracy[clients] = result.correct.cpu().double() / sizes
         self.round = number
         record: Record = {"round": number, "bytes_up": up, "bytes_down": down, "train_loss": float(result.loss.mean())}
         floored |= _floored(server) | _floored(result.uploads)
@@ -99,6 +98,19 @@ class Simulation:
         if self.vectorised:
             return vectorised(self.algorithm, self.network, self.data, chosen, self.schedule, key, self.attack)
         return in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
+
+    def _m_step(self, server: Tree, uploads: Tree, number: int) -> Tree:
+        """The server's new state, or the old one with the old moments if the new one is not finite."""
+        moments = self.optimiser.state() if self.optimiser else {}
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, self.clients_per_round / self.data.clients)
+        if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
+            return updated
+        if self.optimiser:
+            self.optimiser.load_state(moments)
+        raise DivergedError(
+            f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
+            "The state before that round is kept; lower the server's learning rates"
+        )
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
@@ -183,20 +195,11 @@ def _floored(state: Tree) -> set[str]:
 def _check_clients(clients: list[int], result: CohortResult, number: int) -> None:
     """A client whose numbers overflowed is named; nothing has changed at the server yet."""
     finite = result.loss.isfinite()
-    for leaf in result.uploads["weights"].values():
-        finite = finite & leaf.sum(tuple(range(1, leaf.dim()))).isfinite()
+    for _, leaf in trees.leaves(result.uploads):
+        finite = finite & leaf.flatten(1).sum(1).isfinite() if leaf.dim() > 1 else finite & leaf.isfinite()
     if not bool(finite.all()):
         client = clients[int((~finite).nonzero()[0])]
         raise DivergedError(
             f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
             "The state before that round is kept; lower the learning rates"
-        )
-
-
-def _check_server(server: Tree, number: int) -> None:
-    sums = [leaf.sum() for _, leaf in trees.leaves(server)]
-    if not bool(torch.stack([value.isfinite() for value in sums]).all()):
-        raise DivergedError(
-            f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
-            "The state before that round is kept; lower the server's learning rates"
         )

@@ -19,7 +19,7 @@ from fedprior.simulate import checkpoint
 from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import MODES
-from fedprior.simulate.folder import Record, RunFolder
+from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
 from fedprior.version import __version__
 
@@ -140,7 +140,7 @@ def drive(
             record = sim.step(evaluate=last or (sim.round + 1) % settings.evaluate_every == 0)
         except DivergedError:
             if folder:
-                checkpoint.save(folder.checkpoint, sim)
+                checkpoint.save(folder.checkpoint, sim, checksum(records))
             raise
         records.append(record)
         if folder:
@@ -151,7 +151,7 @@ def drive(
                 else sim.round % settings.checkpoint_every == 0
             )
             if due or last:
-                checkpoint.save(folder.checkpoint, sim)
+                checkpoint.save(folder.checkpoint, sim, checksum(records))
                 saved = time.monotonic()
         if progress:
             progress(record)

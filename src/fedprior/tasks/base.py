@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from fedprior import keys
 from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
 from fedprior.errors import DataError, ModelError
@@ -43,20 +45,45 @@ def own_task(
     check_trainable(model)
     data = FederatedData.from_clients(clients, classes=classes, min_examples=min_examples)
     network = Network(model, data.x[0], loss)
+    _try(network, data)
     data = _with_outputs(network, data, classes)
     data.check(min_examples)
     return Task(name, network, data, defaults)
 
 
-def _with_outputs(network: Network, data: FederatedData, classes: int | None) -> FederatedData:
-    """Try the model on one example. With class labels it has one output a class, and no label may lie beyond."""
+def _try(network: Network, data: FederatedData) -> None:
+    """Run the model once on two examples, as in training: it must be a function of parameters, inputs and key alone."""
+    x, y = data.x[:1].repeat_interleave(2, 0), data.y[:1].repeat_interleave(2, 0)
+    buffers = {name: buffer.clone() for name, buffer in network.module.named_buffers()}
+    generator = torch.random.get_rng_state()
     try:
-        outputs = network.predict(network.params(), data.x[:1])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        what = f"an input of shape {tuple(data.x.shape[1:])} and {data.x.dtype}"
-        raise ModelError(f"the model does not run on {what}: {error}") from error
-    if network.loss is not cross_entropy or data.y.dim() != 1:
+        losses = network.training_losses(network.params(), x, y, keys.key(0))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        what = (
+            f"inputs of shape {tuple(data.x.shape[1:])} and {data.x.dtype} with targets of shape {tuple(y.shape[1:])}"
+        )
+        raise ModelError(f"the model and its loss do not run on {what}: {error}") from error
+    if not isinstance(losses, Tensor) or losses.shape != (2,):
+        raise ModelError('the loss must give one number an example; torch\'s losses do with reduction="none"')
+    if not torch.equal(generator, torch.random.get_rng_state()):
+        torch.random.set_rng_state(generator)
+        raise ModelError("the model draws random numbers of its own, which no key controls; only dropout may be random")
+    for name, buffer in network.module.named_buffers():
+        if not torch.equal(buffer, buffers[name]):
+            raise ModelError(
+                f"the model changes its buffer {name!r} while it trains, a state that clients do not share"
+            )
+
+
+def _with_outputs(network: Network, data: FederatedData, classes: int | None) -> FederatedData:
+    """With class labels the model has one output a class, and no label may lie beyond."""
+    if network.loss is not cross_entropy:
         return data
+    if data.y.dim() != 1:
+        raise DataError(
+            f"targets have shape {tuple(data.y.shape[1:])}; give one label an example, or a loss of your own"
+        )
+    outputs = network.predict(network.params(), data.x[:1])
     if outputs.dim() != 2 or (classes is not None and classes > outputs.shape[1]):
         shape = tuple(outputs.shape[1:])
         raise ModelError(f"the model's output for one example has shape {shape}, not ({classes or 'classes'},)")

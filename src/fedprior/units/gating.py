@@ -23,6 +23,8 @@ class Gating(ABC):
     """Of every parameter, gated or not."""
     gate_shapes: dict[str, tuple[int, ...]]
     """Of the gates of every gated layer."""
+    wiring: str = ""
+    """What the gates remove, as text, where names and shapes do not say it."""
 
     def __init__(self, floor: int) -> None:
         if floor < 1:
@@ -36,6 +38,10 @@ class Gating(ABC):
     @abstractmethod
     def sizes(self) -> dict[str, int]:
         """How many parameters one gate of each layer switches."""
+
+    @abstractmethod
+    def rows(self, gates: Gates) -> Params:
+        """For every gated parameter, broadcastable to it, the gate of the group it belongs to."""
 
     @abstractmethod
     def apply(self, params: Params, gates: Gates) -> Params:
@@ -92,6 +98,7 @@ class UnitGating(Gating):
         self.structure = structure
         self.shapes = structure.shapes
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
+        self.wiring = repr((structure.layers, structure.readers))
 
     def norms(self, params: Params) -> Gates:
         return {layer.name: _row_norms([params[name] for name in layer.parameters]) for layer in self.structure.layers}
@@ -102,7 +109,7 @@ class UnitGating(Gating):
             for layer in self.structure.layers
         }
 
-    def _rows(self, gates: Gates) -> Params:
+    def rows(self, gates: Gates) -> Params:
         return {
             name: gates[layer.name].reshape(-1, *[1] * (len(self.shapes[name]) - 1))
             for layer in self.structure.layers
@@ -110,11 +117,11 @@ class UnitGating(Gating):
         }
 
     def apply(self, params: Params, gates: Gates) -> Params:
-        rows = self._rows(gates)
+        rows = self.rows(gates)
         return {name: value * rows[name] if name in rows else value for name, value in params.items()}
 
     def mask(self, gates: Gates) -> Params:
-        masks = self._rows(gates)
+        masks = self.rows(gates)
         for reader in self.structure.readers:
             silent = torch.ones_like(gates[reader.sources[0]])
             for source in reader.sources:
@@ -142,6 +149,9 @@ class WeightGating(Gating):
 
     def sizes(self) -> dict[str, int]:
         return dict.fromkeys(self.gate_shapes, 1)
+
+    def rows(self, gates: Gates) -> Params:
+        return dict(gates)
 
     def apply(self, params: Params, gates: Gates) -> Params:
         return {name: value * gates[name] if name in gates else value for name, value in params.items()}

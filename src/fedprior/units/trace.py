@@ -84,8 +84,8 @@ def find_structure(
     walk = _Walk(graph, own, excluded, lenient=False).run()
     if not walk.layers:
         raise ModelError(
-            "the model has no hidden units to gate: its only layers feed the output. "
-            "Use weight-wise gates (fedsparse-unstructured), or gate_output=true"
+            "the model has no hidden units to gate: every layer feeds the output or is left without gates. "
+            "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return Structure(tuple(walk.layers.values()), tuple(walk.readers), shapes, tuple(sorted(outputs)))
@@ -97,7 +97,7 @@ def _trace(model: nn.Module, example: Tensor) -> _Shapes:
     except Exception as error:
         raise ModelError(
             f"the model's forward cannot be traced to find its units ({type(error).__name__}: {error}). Remove control "
-            "flow that depends on data, or use weight-wise gates (fedsparse-unstructured), which work for any model"
+            "flow that depends on data, or use weight-wise gates (structured=false), which work for any model"
         ) from error
     shapes = _Shapes(graph)
     try:
@@ -288,5 +288,5 @@ class _Walk:
         names = ",".join(sorted(sources))
         raise ModelError(
             f"{what} cannot be analysed: fedprior does not know what it does to a closed unit of {names}. "
-            f"Leave those layers without gates (ungated={names}), or use weight-wise gates (fedsparse-unstructured)"
+            f"Leave those layers without gates (ungated={names}), or use weight-wise gates (structured=false)"
         )

@@ -27,11 +27,18 @@ class Layout:
     dtype: torch.dtype = torch.float32
     direction: str = ""
     """`down` or `up`: part of the fingerprint, because a dense model looks the same both ways."""
+    wiring: str = ""
+    """Which entries a gate removes, as text: part of the fingerprint as well."""
 
     @cached_property
     def fingerprint(self) -> bytes:
         """Eight bytes that differ when the model's structure, the algorithm's sections or the direction differ."""
-        text = [self.direction, str(self.dtype), *(f"gate {name} {shape}" for name, shape in self.gates.items())]
+        text = [
+            self.direction,
+            self.wiring,
+            str(self.dtype),
+            *(f"gate {name} {shape}" for name, shape in self.gates.items()),
+        ]
         for name, section in self.sections.items():
             text += [f"{name}/{key} {shape} {section.mask is not None}" for key, shape in section.shapes.items()]
         return hashlib.sha256("\n".join(text).encode()).digest()[:8]
