@@ -175,7 +175,7 @@ BAD = {
     "an algorithm twice": (("compare", "tiny", "--algorithms", "fedavg,fedavg"), "different names"),
     "no algorithms": (("compare", "tiny", "--algorithms", ","), "different names"),
     "unknown setting": (("run", "tiny", "--set", "bath_size=3"), "did you mean 'batch_size'?"),
-    "setting of another algorithm": (("run", "tiny", "--set", "lambda0=1"), "unknown setting 'lambda0'"),
+    "setting of another algorithm": (("run", "tiny", "--set", "lambda0=1"), "lambda0 is a setting of fedsparse, "),
     "setting without a value": (("run", "tiny", "--set", "rounds"), "--set takes key=value, got 'rounds'"),
     "rounds in words": (("run", "tiny", "--rounds", "ten"), "--rounds"),
     "no rounds": (("run", "tiny", "--rounds", "0"), "rounds must be at least 1, got 0"),

@@ -72,9 +72,7 @@ def resume(
     sim = build(algorithm, task.network, task.data, chosen)
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    if checksum(folder.records()[: sim.round]) != expected:
-        raise RunError(f"{folder.checkpoint} does not belong to the records in {folder.rounds}")
-    records = folder.truncate(sim.round)
+    records = folder.truncate(sim.round, expected)
     return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
 
 

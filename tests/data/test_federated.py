@@ -1,5 +1,7 @@
 """Clients' data in one array: found again, and refused where it cannot be trained on."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,7 +126,7 @@ def test_a_client_that_is_not_tensors_is_named(odd):
 
 
 def test_a_model_that_does_not_run_on_the_data_is_refused():
-    with pytest.raises(ModelError, match=r"does not run on an input of shape \(3,\)"):
+    with pytest.raises(ModelError, match=r"do not run on inputs of shape \(3,\)"):
         fedprior.own_task(torch.nn.Linear(4, 2), [client(3)])
     with pytest.raises(ModelError, match=r"output for one example has shape \(2,\), not \(3,\)"):
         fedprior.own_task(torch.nn.Linear(3, 2), [client(3)], classes=3)
@@ -146,4 +148,54 @@ def test_real_targets_train_with_a_loss_of_ones_own():
 def test_batch_norm_is_refused_with_a_reason_and_a_remedy(norm):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), norm, torch.nn.Linear(3, 2))
     with pytest.raises(ModelError, match=r"'1' is a BatchNorm1d: .*(statistics|batch).*Use GroupNorm"):
+        fedprior.own_task(model, [client(3)])
+
+
+def test_a_loss_must_give_one_number_an_example():
+    """A mean over the batch would count padding."""
+    with pytest.raises(ModelError, match="one number an example"):
+        fedprior.own_task(torch.nn.Linear(3, 2), [client(3)], loss=torch.nn.functional.cross_entropy)
+
+
+def test_targets_of_another_shape_need_a_loss_of_ones_own_and_have_no_accuracy():
+    x = torch.randn(6, 3)
+    with pytest.raises(DataError, match="give one label an example"):
+        fedprior.own_task(torch.nn.Linear(3, 2), [(x, torch.zeros(6, 1, dtype=torch.int64))])
+    task = fedprior.own_task(
+        torch.nn.Linear(3, 1), [(x, x[:, :1], x, x[:, :1])] * 2, loss=lambda out, y: ((out - y) ** 2).mean(1)
+    )
+    for mode in ("vectorised", "in-turn"):
+        summary = fedprior.run(task, "fedavg", rounds=1, mode=mode).summary
+        assert math.isnan(summary["global_accuracy"])
+        assert math.isnan(summary["local_accuracy"])
+
+
+class Noisy(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.randn_like(x[:, :2])
+
+
+class Counting(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Noisy(3, 2), "random numbers of its own"),
+        (Counting(), "changes its buffer 'calls'"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.AlphaDropout()), "AlphaDropout"),
+        (torch.nn.Linear(3, 2).half(), "all be float32, or all float64"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).double()), "all be float32, or all float64"),
+    ],
+    ids=["noise", "buffer", "alpha dropout", "half", "mixed"],
+)
+def test_models_that_are_not_functions_of_parameters_inputs_and_key_are_refused(model, match):
+    with pytest.raises(ModelError, match=match):
         fedprior.own_task(model, [client(3)])

@@ -503,7 +503,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
     "sigmoid": (
         nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 2)),
         (4,),
-        ["module '1' (Sigmoid)", "ungated=0", "fedsparse-unstructured"],
+        ["module '1' (Sigmoid)", "ungated=0", "structured=false"],
     ),
     "functional sigmoid": (
         Net(lambda s, x: s.b(torch.sigmoid(s.a(x))), a=nn.Linear(4, 5), b=nn.Linear(5, 2)),
@@ -528,7 +528,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
     "control flow": (
         Net(lambda s, x: s.c(F.relu(s.a(x))) if x.sum() > 0 else s.c(s.a(x)), a=nn.Linear(6, 6), c=nn.Linear(6, 2)),
         (6,),
-        ["cannot be traced", "control flow", "fedsparse-unstructured"],
+        ["cannot be traced", "control flow", "structured=false"],
     ),
     "wrong input": (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), (5,), ["does not run", "(5,)"]),
     "norm after an addition": (
@@ -671,7 +671,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
     "only an output layer": (
         LogisticRegression(6, 4),
         (6,),
-        ["no hidden units", "fedsparse-unstructured", "gate_output=true"],
+        ["no hidden units", "structured=false", "gate_output=true"],
     ),
 }
 

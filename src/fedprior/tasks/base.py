@@ -45,10 +45,21 @@ def own_task(
     check_trainable(model)
     data = FederatedData.from_clients(clients, classes=classes, min_examples=min_examples)
     network = Network(model, data.x[0], loss)
+    if loss is cross_entropy:
+        _check_targets(data)
     _try(network, data)
     data = _with_outputs(network, data, classes)
     data.check(min_examples)
     return Task(name, network, data, defaults)
+
+
+def _check_targets(data: FederatedData) -> None:
+    if data.y.dim() != 1:
+        raise DataError(
+            f"targets have shape {tuple(data.y.shape[1:])}; give one label an example, or a loss of your own"
+        )
+    if data.y.is_floating_point():
+        raise DataError("the targets are real numbers; give labels of whole numbers, or a loss of your own")
 
 
 def _try(network: Network, data: FederatedData) -> None:
@@ -87,6 +98,4 @@ def _with_outputs(network: Network, data: FederatedData, classes: int | None) ->
     if outputs.dim() != 2 or (classes is not None and classes > outputs.shape[1]):
         shape = tuple(outputs.shape[1:])
         raise ModelError(f"the model's output for one example has shape {shape}, not ({classes or 'classes'},)")
-    if data.y.is_floating_point():
-        raise DataError("the targets are real numbers; give labels of whole numbers, or a loss of your own")
     return replace(data, classes=classes if classes is not None else outputs.shape[1])
