@@ -45,12 +45,13 @@ def mixture(
     *,
     components: int = 3,
     precision: float = 0.1,
+    spread: float = 0.1,
     local_optimiser: Optimiser = SGD,
     server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
 ) -> Algorithm:
     """A mixture of Gaussians; without a server optimiser the M-step is the responsibility-weighted mean."""
-    return _weights_only(Mixture(components, precision), local_optimiser, server_optimiser, scaffold)
+    return _weights_only(Mixture(components, precision, spread), local_optimiser, server_optimiser, scaffold)
 
 
 def fixed_gates(

@@ -158,9 +158,10 @@ def e_step(
     if tamper:
         local = tamper(local, packet)
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
-    extra, memory = lift(correction.conclude)(start["weights"], local["weights"], packet, memory, steps * lr)
+    extra = lift(correction.conclude)(start["weights"], local["weights"], packet, steps * lr)
+    upload = lift(algorithm.with_extra)(upload, extra)
     gates = lift(prior.expect)(local, packet)["gates"]
-    return EStep(lift(algorithm.with_extra)(upload, extra), gates, total / steps, memory)
+    return EStep(upload, gates, total / steps, correction.keep(memory, upload))
 
 
 def m_step(

@@ -30,12 +30,13 @@ class Correction:
         """What is added to the gradient of the weights at every local step."""
         return {}
 
-    def conclude(self, start: Params, end: Params, packet: Tree, memory: Tree, scale: Tensor) -> tuple[Tree, Tree]:
-        """After local training: what is added to the upload, and the client's memory for its next turn.
+    def conclude(self, start: Params, end: Params, packet: Tree, scale: Tensor) -> Tree:
+        """After local training: what is added to the upload. `scale` is the number of local steps times their size."""
+        return {}
 
-        `scale` is the number of local steps times their size.
-        """
-        return {}, {}
+    def keep(self, memory: Tree, sent: Tree) -> Tree:
+        """The client's memory for its next turn, from what it really sent: server and client must not drift apart."""
+        return memory
 
     def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
         """The server's own update, from stacked uploads of this fraction of all clients."""

@@ -32,10 +32,13 @@ class Scaffold(Correction):
         """c − c_s, on the weights that the client was sent; it may remember others."""
         return {name: (c - memory["control"][name]) * support.get(name, 1.0) for name, c in packet["control"].items()}
 
-    def conclude(self, start: Params, end: Params, packet: Tree, memory: Tree, scale: Tensor) -> tuple[Tree, Tree]:
+    def conclude(self, start: Params, end: Params, packet: Tree, scale: Tensor) -> Tree:
         change = {name: (start[name] - end[name]) / scale.to(c.dtype) - c for name, c in packet["control"].items()}
-        remembered = {name: memory["control"][name] + value for name, value in change.items()}
-        return {"control": change}, {"control": remembered}
+        return {"control": change}
+
+    def keep(self, memory: Tree, sent: Tree) -> Tree:
+        """c_s⁺ = c_s + what was sent, so that c stays the mean of all c_s where gates hold something back."""
+        return {"control": {name: value + sent["control"][name] for name, value in memory["control"].items()}}
 
     def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
         control = {

@@ -54,11 +54,12 @@ class GroupLasso(Prior):
         return self.gating.floor({layer: (n > self.strength).to(n.dtype) for layer, n in norms.items()}, norms)
 
     def prune(self, server: Tree) -> Tree:
+        """Threshold once: what loses columns by it is judged by its new norm in the next round."""
         gates, floored = self._threshold(server["weights"])
-        return {**server, "weights": self.gating.prune(server["weights"], gates), "floored": floored}
+        return {**server, "weights": self.gating.prune(server["weights"], gates), "floored": floored, "open": gates}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
-        return {"weights": server["weights"], "gates": self._threshold(server["weights"])[0]}
+        return {"weights": server["weights"], "gates": server["open"]}
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:
         """The mean, absent groups counting as zero."""
@@ -78,4 +79,4 @@ class GroupLasso(Prior):
         return gated_layout(self.gating, server)
 
     def effective_parameters(self, server: Tree) -> int:
-        return int(self.gating.effective_parameters(self._threshold(server["weights"])[0]))
+        return int(self.gating.effective_parameters(server["open"]))

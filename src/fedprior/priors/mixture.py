@@ -27,8 +27,8 @@ class Mixture(Prior):
 
     components: int = 3
     precision: float = 0.1
-    seed: int = 0
-    """Of the components' different starts."""
+    spread: float = 0.1
+    """How far apart the components start: 0 is one point, 1 is as far as independent initialisations."""
 
     @property
     def looks_at_data(self) -> bool:  # type: ignore[override]
@@ -39,6 +39,8 @@ class Mixture(Prior):
             raise SettingError(f"components must be at least 1, got {self.components}")
         if not self.precision > 0:
             raise SettingError(f"precision must be above 0, got {self.precision}")
+        if not 0 <= self.spread <= 1:
+            raise SettingError(f"spread must lie between 0 and 1, got {self.spread}")
 
     def terms(self) -> Mapping[str, Term]:
         return {"mixture": self.mixture}
@@ -59,16 +61,18 @@ class Mixture(Prior):
         return -0.5 * self.precision * distances
 
     def init(self, params: Params) -> Tree:
-        """The model itself, and K − 1 copies with the entries of every tensor shuffled.
+        """The model itself, and K − 1 copies mixed with a shuffle of each tensor's own entries.
 
-        Shuffling keeps the distribution that an initialisation has, so each copy starts as good and elsewhere.
+        Far apart, every client answers to one component only; the first to improve then draws all clients, and the
+        others never learn. So components start near enough that responsibilities are shared.
         """
         weights = {}
         for i, (name, value) in enumerate(params.items()):
             rows = [value]
             for k in range(1, self.components):
-                key = keys.fold(keys.fold(keys.key(self.seed, value.device), k), i)
-                rows.append(value.flatten()[keys.permutation(key, value.numel(), value.numel())].reshape(value.shape))
+                key = keys.fold(keys.fold(keys.key(0, value.device), k), i)
+                shuffled = value.flatten()[keys.permutation(key, value.numel(), value.numel())].reshape(value.shape)
+                rows.append((1 - self.spread) * value + self.spread * shuffled)
             weights[name] = torch.stack(rows)
         return {"weights": weights}
 

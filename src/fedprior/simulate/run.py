@@ -1,5 +1,6 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from fedprior import trees
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
-from fedprior.models import check_trainable
+from fedprior.models import Ensemble, check_trainable
 from fedprior.network import Network
 from fedprior.simulate import checkpoint
 from fedprior.simulate.attack import ATTACKS
@@ -91,7 +92,7 @@ class Result:
     records: list[Record]
     summary: Record
     model: nn.Module
-    """The server's network, pruned; for an ensemble its first member."""
+    """The server's network, pruned; where the server has several, their `Ensemble`."""
     simulation: Simulation
     path: Path | None
 
@@ -155,13 +156,22 @@ def drive(
                 saved = time.monotonic()
         if progress:
             progress(record)
-    model = trees.row(sim.algorithm.prior.predict(sim.algorithm.prior.prune(sim.server)), 0)
+    module = final_model(sim)
     summary = summarise(sim, records, about)
     if folder:
-        folder.finish(summary, model)
-    module = sim.network.module
-    module.load_state_dict(model, strict=False)
-    return Result(records, summary, module.eval(), sim, folder.path if folder else None)
+        folder.finish(summary, {name: p.detach() for name, p in module.named_parameters() if p.requires_grad})
+    return Result(records, summary, module, sim, folder.path if folder else None)
+
+
+def final_model(sim: Simulation) -> nn.Module:
+    """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+    models = sim.algorithm.prior.predict(sim.algorithm.prior.prune(sim.server))
+    members = []
+    for k in range(len(next(iter(models.values())))):
+        member = copy.deepcopy(sim.network.module)
+        member.load_state_dict(trees.row(models, k), strict=False)
+        members.append(member.eval())
+    return members[0] if len(members) == 1 else Ensemble(members).eval()
 
 
 def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:

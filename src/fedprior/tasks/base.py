@@ -90,10 +90,6 @@ def _with_outputs(network: Network, data: FederatedData, classes: int | None) ->
     """With class labels the model has one output a class, and no label may lie beyond."""
     if network.loss is not cross_entropy:
         return data
-    if data.y.dim() != 1:
-        raise DataError(
-            f"targets have shape {tuple(data.y.shape[1:])}; give one label an example, or a loss of your own"
-        )
     outputs = network.predict(network.params(), data.x[:1])
     if outputs.dim() != 2 or (classes is not None and classes > outputs.shape[1]):
         shape = tuple(outputs.shape[1:])

@@ -41,7 +41,10 @@ def mnist_mini(
         # Rates were chosen on a part of the training set; see docs/tasks.md.
         algorithms={
             **dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), adam),
-            "fedsparse": {**adam, "server_threshold_optimiser": "Adamax(lr=0.0175)"},
+            **{
+                name: {**adam, "server_threshold_optimiser": "Adamax(lr=0.0175)"}
+                for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
+            },
         },
         options={"clients": clients, "alpha": alpha, "init": init, "validation": validation},
     )
