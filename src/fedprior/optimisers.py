@@ -15,9 +15,15 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.trees import Tree
+from fedprior.yogi import Yogi
 
 NOT_ELEMENTWISE = {"Adafactor", "Muon"}
 UNUSABLE = {"LBFGS": "it needs to evaluate its loss again", "SparseAdam": "it wants sparse gradients"}
+
+
+def _kind(name: str) -> Any:
+    """The optimiser of that name, torch's or ours; None: there is none."""
+    return Yogi if name == "Yogi" else getattr(torch.optim, name, None)
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Optimiser:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kind = getattr(torch.optim, self.name, None)
+        kind = _kind(self.name)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or self.name == "Optimizer":
             raise SettingError(f"torch.optim has no optimiser {self.name!r}")
         if self.name in UNUSABLE:
@@ -68,7 +74,7 @@ class Optimiser:
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         """The torch optimiser over these tensors."""
         try:
-            built: torch.optim.Optimizer = getattr(torch.optim, self.name)(tensors, **self.settings)
+            built: torch.optim.Optimizer = _kind(self.name)(tensors, **self.settings)
         except ValueError as error:  # Muon, for one, takes matrices only
             raise SettingError(f"{self}: {error}") from error
         return built

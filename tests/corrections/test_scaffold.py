@@ -116,3 +116,25 @@ def test_scaffold_combines_with_fedsparse(summaries: dict[str, dict[str, float]]
     assert both["global_accuracy"] > sparse["global_accuracy"] + 0.01
     assert both["local_accuracy"] < sparse["local_accuracy"]
     assert both["sparsity"] > 0.02
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fedprox", "fedadam", "fedsparse", "fedsparse-unstructured", "fedmedian", "fedmix", "feddrop", "fedl1"],
+)
+def test_scaffold_composes_with_every_prior(name: str) -> None:
+    """Vectorised equals in turn, and c stays the mean of all clients' c_s, whatever the gates hold back."""
+    lively = {"fedsparse": {"lambda0": 1e-2}, "fedsparse-unstructured": {"lambda0": 1e-2}, "fedl1": {"strength": 0.8}}
+    servers = []
+    for mode in ("vectorised", "in-turn"):
+        task = small_task()
+        chosen = fedprior.algorithm(name, task.network, scaffold=True, **lively.get(name, {}))
+        sim = fedprior.run(task, chosen, mode=mode, epochs=2, rounds=6).simulation
+        for parameter, c in sim.server["control"].items():
+            blank = torch.zeros_like(c)
+            held = [sim.memory[i]["control"][parameter] if i in sim.memory else blank for i in range(4)]
+            torch.testing.assert_close(c, torch.stack(held).mean(0), rtol=0, atol=1e-12)
+        assert max(float(c.abs().max()) for c in sim.server["control"].values()) > 1e-3
+        servers.append(sim.server["weights"])
+    for parameter, value in servers[0].items():
+        torch.testing.assert_close(value, servers[1][parameter], rtol=0, atol=1e-9)
