@@ -10,7 +10,7 @@ import fedprior
 from fedprior import keys
 from fedprior.models import LeNet5
 from fedprior.network import Network
-from fedprior.priors import FixedGates, GroupLasso, Laplace, Mixture
+from fedprior.priors import FixedGates, GroupLasso, Mixture
 from fedprior.trees import Params, stack
 from fedprior.units import UnitGating, find_structure
 
@@ -131,15 +131,22 @@ def test_the_ensemble_is_evaluated_and_returned_as_one() -> None:
     assert len(list(result.model.parameters())) == 12
 
 
-def test_the_proximal_step_has_the_local_rate() -> None:
-    """Many steps on a flat loss: every step pulls by rate times λ, so far weights end exactly that much nearer."""
-    x = torch.zeros(8, 2)  # a loss with no gradient in the weights
-    task = fedprior.own_task(nn.Linear(2, 2, bias=False), [(x, torch.tensor([0, 1] * 4))], batch_size=4)
-    chosen = fedprior.algorithm("fedmedian", task.network, precision=0.5, local_optimiser="SGD(lr=0.1)")
-    assert isinstance(chosen.prior, Laplace)
-    away = {"weights": {"0": torch.full((2, 2), 1.0)}}
-    pulled = chosen.prior.prox(away, {"weights": {"0": torch.zeros(2, 2)}}, torch.tensor(0.1))["weights"]["0"]
-    torch.testing.assert_close(pulled, torch.full((2, 2), 0.95))
+def test_a_client_of_the_laplace_prior_takes_proximal_gradient_steps() -> None:
+    """One client, two steps of φ ← w + soft(φ − lr g − w, lr λ), against the same by hand."""
+    generator, lr, lam = torch.Generator().manual_seed(0), 0.1, 0.5
+    x, y = torch.randn(8, 3, generator=generator).double(), torch.tensor([0, 1] * 4)
+    task = fedprior.own_task(nn.Linear(3, 2, bias=False).double(), [(x, y)], batch_size=8, epochs=2)
+    chosen = fedprior.algorithm("fedmedian", task.network, precision=lam, local_optimiser=f"SGD(lr={lr})")
+    w = task.network.params()["weight"]
+    phi = w.clone()
+    for _ in range(2):
+        variable = phi.clone().requires_grad_()
+        (g,) = torch.autograd.grad(nn.functional.cross_entropy(x @ variable.T, y), variable)
+        away = phi - lr * g - w
+        phi = w + away.sign() * (away.abs() - lr * lam).clamp(min=0)
+    ours = fedprior.run(task, chosen, rounds=1).simulation.server["weights"]["weight"]
+    torch.testing.assert_close(ours, phi, rtol=0, atol=1e-12)
+    assert not torch.equal(phi, w)
 
 
 def test_yogi_is_the_published_update() -> None:
