@@ -133,7 +133,8 @@ def test_the_ensemble_is_evaluated_and_returned_as_one() -> None:
 
 def test_a_client_of_the_laplace_prior_takes_proximal_gradient_steps() -> None:
     """One client, two steps of φ ← w + soft(φ − lr g − w, lr λ), against the same by hand."""
-    generator, lr, lam = torch.Generator().manual_seed(0), 0.1, 0.5
+    generator, lr, lam = torch.Generator().manual_seed(0), 0.1, 0.1
+    torch.manual_seed(0)
     x, y = torch.randn(8, 3, generator=generator).double(), torch.tensor([0, 1] * 4)
     task = fedprior.own_task(nn.Linear(3, 2, bias=False).double(), [(x, y)], batch_size=8, epochs=2)
     chosen = fedprior.algorithm("fedmedian", task.network, precision=lam, local_optimiser=f"SGD(lr={lr})")
@@ -146,7 +147,8 @@ def test_a_client_of_the_laplace_prior_takes_proximal_gradient_steps() -> None:
         phi = w + away.sign() * (away.abs() - lr * lam).clamp(min=0)
     ours = fedprior.run(task, chosen, rounds=1).simulation.server["weights"]["weight"]
     torch.testing.assert_close(ours, phi, rtol=0, atol=1e-12)
-    assert not torch.equal(phi, w)
+    moved = (phi != w).double().mean()
+    assert 0 < float(moved) < 1, "some weights left the server's, some are still equal"
 
 
 def test_yogi_is_the_published_update() -> None:
