@@ -217,7 +217,7 @@ def _as_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
     """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
 
-    torch.func.grad records the backward pass as well; for one client that costs a fifth of the time.
+    torch.func.grad records the backward pass as well, which one client has no use for.
     """
 
     def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
