@@ -1,8 +1,8 @@
 """Clients side by side on the cores of a CPU: a thread a client, one core a thread.
 
 torch's own threads split each operation instead. The operations of one small client are too short for that, and on a
-busy machine its threads spend their time waiting for each other. `--set workers=1` goes back to torch's threads: compare
-the seconds of two runs.
+busy machine its threads spend their time waiting for each other. `--set workers=1` goes back to torch's threads:
+compare the seconds of two runs.
 """
 
 import copy
