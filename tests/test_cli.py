@@ -189,7 +189,7 @@ BAD = {
     "no such device": (("run", "tiny", "--device", "abacus"), "device 'abacus' is not available"),
     "set: type": (("run", "tiny", "--set", "epochs=1.5"), "epochs must be int, got '1.5'"),
     "set: range": (("run", "tiny", "--set", "batch_size=0"), "batch_size must be at least 1"),
-    "set: choice": (("run", "tiny", "--set", "mode=both"), "mode must be auto, vectorised or in-turn"),
+    "set: choice": (("run", "tiny", "--set", "mode=both"), "mode must be auto, in-turn, vectorised or captured"),
     "set: optimiser": (
         ("run", "tiny", "--set", "local_optimiser=SGD(lr=)"),
         "an optimiser is written like SGD(lr=0.05)",

@@ -1,5 +1,6 @@
 """What every algorithm must do, whoever added it: one contract, run for each name."""
 
+import dataclasses
 import inspect
 import itertools
 from pathlib import Path
@@ -13,6 +14,7 @@ from fedprior import keys, trees, wire
 from fedprior.priors import Prior
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.run import Settings, build
+from fedprior.simulate.together import Together
 from fedprior.tasks import Task
 
 NAMES = list(fedprior.ALGORITHMS)
@@ -88,15 +90,58 @@ def test_deterministic_by_key(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
     """Five rounds, clients of unequal sizes, so with padding and clients that stop early."""
-    together, in_turn = simulate(name, mode="vectorised", **schedule), simulate(name, mode="in-turn", **schedule)
+    together, in_turn = simulate(name, **schedule), simulate(name, **schedule)
+    engine = Together([together])
     for _ in range(5):
-        a, b = together.step(evaluate=True), in_turn.step(evaluate=True)
+        (a,), b = engine.step(evaluate=True), in_turn.step(evaluate=True)
+        assert isinstance(a, dict)
         assert a.keys() == b.keys()
         for key, value in a.items():
             assert value == (b[key] if isinstance(value, (list, int)) else pytest.approx(b[key], abs=1e-9, nan_ok=True))
     found, expected = dict(trees.leaves(together.server)), dict(trees.leaves(in_turn.server))
     for path, value in expected.items():
         torch.testing.assert_close(found[path], value, rtol=0, atol=1e-9)
+
+
+SWEPT = {"fedsparse": {"lambda0": 1e-4, "temperature": 2e-3}, "fedprox": {"precision": 0.7}, "fedl1": {"strength": 0.2}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_trained_together_are_as_if_alone(name: str) -> None:
+    """Three runs that differ in seed, initial weights and, where there are any, settings of the prior."""
+
+    def runs() -> list[Simulation]:
+        made = []
+        for seed, changes in ((0, {}), (1, {}), (2, SWEPT.get(name, {}))):
+            task = make_task()
+            torch.manual_seed(seed)
+            task = dataclasses.replace(task, network=fedprior.Network(Net().double(), task.network.example))
+            chosen = fedprior.algorithm(name, task.network, **{**LIVELY.get(name, {}), **changes})
+            made.append(build(chosen, task.network, task.data, Settings(**{**task.defaults, "seed": seed})))
+        return made
+
+    together, alone = runs(), runs()
+    shared = together[0].data
+    for sim in together:
+        sim.data = shared
+    engine = Together(together)
+    for _ in range(4):
+        for found, sim in zip(engine.step(evaluate=True), alone, strict=True):
+            expected = sim.step(evaluate=True)
+            assert isinstance(found, dict)
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert found[key] == (value if isinstance(value, (list, int)) else pytest.approx(value, abs=1e-6))
+    engine.sync()
+    for sim, other in zip(together, alone, strict=True):
+        found, expected = dict(trees.leaves(sim.server)), dict(trees.leaves(other.server))
+        assert found.keys() == expected.keys()
+        for path, value in expected.items():
+            torch.testing.assert_close(found[path], value, rtol=0, atol=1e-6)
+        if other.optimiser is not None and sim.optimiser is not None:
+            moments = dict(trees.leaves(other.optimiser.state()))
+            for path, value in trees.leaves(sim.optimiser.state()):
+                torch.testing.assert_close(value, moments[path], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

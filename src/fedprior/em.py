@@ -165,24 +165,36 @@ def e_step(
 
 
 def m_step(
-    algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOptimiser | None, fraction: float = 1.0
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    optimiser: TreeOptimiser | None,
+    fraction: float = 1.0,
+    *,
+    vectorised: bool = False,
 ) -> Tree:
     """Maximise Σ_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
 
-    `fraction` is the share of all clients that the uploads are from.
+    `fraction` is the share of all clients that the uploads are from. Vectorised, everything has a leading dimension of
+    independent runs.
     """
     prior = algorithm.prior
-    realised = torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)
-    assignments = {**uploads, "weights": realised}
-    server = algorithm.correction.absorb(server, uploads, fraction)
+    lift = torch.func.vmap if vectorised else _as_is
+
+    def realise(uploads: Tree, server: Tree) -> Tree:
+        return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
+
+    assignments = lift(realise)(uploads, server)
+    server = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
     if optimiser is None:
-        return prior.solve(assignments, server)
+        return lift(prior.solve)(assignments, server)
     variables = {section: server[section] for section in optimiser.values}
 
-    def objective(variables: Tree) -> tuple[Tensor, None]:
-        return -torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments).mean(), None
+    def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
+        values = torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments)
+        return -values.mean(), values
 
-    grads = _gradient(objective)(variables)[0]
+    grads = (_cohort_gradient if vectorised else _gradient)(objective)(variables, server, assignments)[0]
     optimiser.load(variables)
     optimiser.step(grads)
     return {**server, **tree_map(Tensor.clone, optimiser.values)}
@@ -214,19 +226,19 @@ def _as_is(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def _gradient(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
+def _gradient(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tree, Tensor]]:
     """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
 
     torch.func.grad records the backward pass as well, which one client has no use for.
     """
 
-    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
+    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Tensor]:
         with torch.enable_grad():
             inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
             value, beside = objective(inputs, *rest)
             flat = [leaf for _, leaf in leaves(inputs)]
             grads = iter(torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True))
-        return tree_map(lambda _: next(grads), inputs), None if beside is None else beside.detach()
+        return tree_map(lambda _: next(grads), inputs), beside.detach()
 
     return gradient
 

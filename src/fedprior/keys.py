@@ -45,6 +45,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def _mix_number(number: int) -> int:
+    """`_mix(number + γ)` in plain arithmetic, as a signed 64-bit number."""
+    mask = 2**64 - 1
+    x = (number + _GAMMA) & mask
+    x = ((x ^ (x >> 30)) * (_MIX1 & mask)) & mask
+    x = ((x ^ (x >> 27)) * (_MIX2 & mask)) & mask
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
+
+
 def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
     """The root key of a run."""
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device) + _GAMMA)
@@ -52,9 +62,10 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
 
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
     """A new key from a key and a number, element by element: `fold(key, client_ids)` gives one key a client."""
-    data = torch.as_tensor(data, dtype=torch.int64, device=key.device)
+    # A plain number is mixed on the host: a captured CUDA graph cannot copy it to the device.
+    mixed = _mix_number(data) if isinstance(data, int) else _mix(data.to(key.device, torch.int64) + _GAMMA)
     # The key is mixed once more than the data: alike, fold(key(a), b) and fold(key(b), a) would be the same key.
-    return _mix(_mix(key + _GAMMA) ^ _mix(data + _GAMMA))
+    return _mix(_mix(key + _GAMMA) ^ mixed)
 
 
 def bits(key: Tensor, count: int) -> Tensor:

@@ -5,6 +5,7 @@ each client's own optimiser. Those that do not are listed here, and the simulato
 """
 
 import ast
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,10 +75,20 @@ class Optimiser:
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         """The torch optimiser over these tensors."""
         try:
-            built: torch.optim.Optimizer = _kind(self.name)(tensors, **self.settings)
+            built: torch.optim.Optimizer = _kind(self.name)(tensors, **self._for_device(tensors), **self.settings)
         except ValueError as error:  # Muon, for one, takes matrices only
             raise SettingError(f"{self}: {error}") from error
         return built
+
+    def _for_device(self, tensors: list[Tensor]) -> dict[str, Any]:
+        """On a GPU even the count of steps lives there: nothing waits for it, and a CUDA graph can hold it."""
+        knows = "capturable" in inspect.signature(_kind(self.name)).parameters
+        return {"capturable": True} if knows and "capturable" not in self.settings and tensors[0].is_cuda else {}
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold its step: it then must not count steps on the host."""
+        return self.name in {"SGD", "Yogi"} or "capturable" in inspect.signature(_kind(self.name)).parameters
 
     @property
     def lr(self) -> float:
@@ -131,3 +142,48 @@ class TreeOptimiser:
                 key, name = path.split("/", 1)
                 moments.setdefault(names.index(name), {})[key] = value
             optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+
+    # ------------------------------------------------------------------ stacked runs
+    def moments(self) -> list[Tensor]:
+        """The tensors that the optimisers keep, themselves."""
+        return [
+            value
+            for optimiser in self.optimisers.values()
+            for state in optimiser.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+
+    def load_rows(self, states: list[dict[str, dict[str, Any]]]) -> None:
+        """`load_state` of several runs' moments, stacked; counts of steps are the same for all."""
+        first = states[0]
+        stacked = {
+            section: {
+                path: torch.stack([state[section][path] for state in states])
+                if self._stacks(section, path, value, 1)
+                else value
+                for path, value in moments.items()
+            }
+            for section, moments in first.items()
+        }
+        if any(stacked.values()):
+            self.load_state(stacked)
+
+    def row(self, index: int, late: bool = False) -> dict[str, dict[str, Any]]:
+        """One run's `state`; `late`: of a run that did not take the last step."""
+        return {
+            section: {
+                path: value[index].clone()
+                if self._stacks(section, path, value, 0)
+                else value - 1
+                if late and path.startswith("step/")
+                else value
+                for path, value in moments.items()
+            }
+            for section, moments in self.state().items()
+        }
+
+    def _stacks(self, section: str, path: str, value: Any, dims: int) -> bool:
+        """Whether a moment has one number a parameter, rather than one for all."""
+        shape = self.values[section][path.split("/", 1)[1]].shape
+        return isinstance(value, Tensor) and value.shape == shape[dims:] and not path.startswith("step/")

@@ -10,11 +10,11 @@ import torch
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.em import Algorithm
-from fedprior.errors import RunError, SettingError
+from fedprior.errors import DivergedError, RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint
 from fedprior.simulate.folder import RunFolder, checksum
-from fedprior.simulate.run import Progress, Result, Settings, build, drive
+from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -47,7 +47,7 @@ def run(
     folder = RunFolder(Path(out)) if out is not None else None
     if folder:
         folder.create(_config(task, algorithm, chosen, label))
-    return drive(sim, chosen, about, folder, [], progress)
+    return _one(drive([Job(sim, chosen, about, folder, [], progress)]))
 
 
 def resume(
@@ -73,7 +73,15 @@ def resume(
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected)
-    return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
+    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)]))
+
+
+def _one(outcomes: list[Result | DivergedError]) -> Result:
+    """The result of a run that trained alone."""
+    (outcome,) = outcomes
+    if isinstance(outcome, DivergedError):
+        raise outcome
+    return outcome
 
 
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprior import FederatedData, keys
-from fedprior.simulate.batches import CohortBatches, Schedule, client_batches
+from fedprior.simulate.batches import CohortBatches, Places, Plan, Schedule, client_batches
 
 sizes_of_clients = st.lists(st.integers(1, 13), min_size=1, max_size=4)
 quick = settings(max_examples=40, deadline=None)
@@ -60,13 +60,20 @@ def test_local_steps_cycle_through_the_client_again_and_again(sizes, width, step
             assert len(set(part)) == len(part), "an example came twice before the others had their turn"
 
 
+def cohort_batches(data, clients, schedule, key):
+    sizes = [data.train.size(client) for client in clients]
+    starts = torch.tensor([int(data.train.offsets[client]) for client in clients])
+    places = Places(data.train.rows, starts, torch.tensor(sizes))
+    return CohortBatches(data.x, data.y, places, schedule, Plan.of(sizes, schedule), key)
+
+
 @quick
 @given(sizes_of_clients, st.integers(1, 7), st.integers(1, 3), st.none() | st.integers(1, 9), st.integers(0, 2**32))
 def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epochs, steps, seed):
     data, schedule = numbered(sizes), Schedule(width, epochs, steps)
     clients = list(reversed(range(len(sizes))))
     client_keys = keys.fold(keys.key(seed), torch.tensor(clients))
-    together = CohortBatches(data, clients, schedule, client_keys)
+    together = cohort_batches(data, clients, schedule, client_keys)
     alone = [client_batches(data, client, schedule, client_keys[i]) for i, client in enumerate(clients)]
     assert len(together) == max(len(batches) for batches in alone)
     for step in range(len(together)):
@@ -82,5 +89,5 @@ def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epoch
 
 
 def test_a_cohort_has_no_batch_beyond_its_last():
-    batches = CohortBatches(numbered([3, 5]), [0, 1], Schedule(2), keys.fold(keys.key(0), torch.arange(2)))
+    batches = cohort_batches(numbered([3, 5]), [0, 1], Schedule(2), keys.fold(keys.key(0), torch.arange(2)))
     assert [len(batch.x) for batch in batches] == [2, 2, 2]

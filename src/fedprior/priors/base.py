@@ -10,6 +10,7 @@ Three views of the client's posterior q complete the density: `relax` (what the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ Explain = Callable[[Params], Tensor]
 
 class Prior(ABC):
     """Base of all priors. The defaults are those of a prior with one point in parameter space and no gates."""
+
+    scalars: ClassVar[tuple[str, ...]] = ()
+    """Settings that may be tensors as well as numbers, so that runs which differ in them can train together."""
 
     # ------------------------------------------------------------------ the density
     @abstractmethod
@@ -46,7 +50,7 @@ class Prior(ABC):
     def tempered_log_prob(self, assignment: Tree, server: Tree) -> Tensor:
         """The terms weighed by `temper`, which is what a client's objective holds; 0 where all weights are."""
         terms, temper = self.terms(), self.temper()
-        weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if weight != 0]
+        weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if _counts(weight)]
         return torch.stack(weighed).sum() if weighed else torch.zeros(())
 
     # ------------------------------------------------------------------ the server
@@ -129,3 +133,8 @@ class Prior(ABC):
     def effective_parameters(self, server: Tree) -> int:
         """The size of the network that the server would ship."""
         return count(self.predict(server))
+
+
+def _counts(weight: float | Tensor) -> bool:
+    """Whether a term need be computed; of a stacked weight that is not known."""
+    return isinstance(weight, Tensor) or weight != 0

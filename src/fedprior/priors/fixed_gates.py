@@ -28,6 +28,7 @@ class FixedGates(Prior):
     noise: bool = False
     """Dropout at the client as well, at the same rates, drawn at every local step."""
     per_client = True
+    scalars = ("precision",)
 
     def __post_init__(self) -> None:
         for layer, rate in self.rates.items():

@@ -23,6 +23,7 @@ class Gaussian(Prior):
     """N(w, 1/λ) over every parameter; `precision` is λ."""
 
     precision: float = 0.0
+    scalars = ("precision",)
 
     def __post_init__(self) -> None:
         if not self.precision >= 0:

@@ -27,6 +27,7 @@ class GroupLasso(Prior):
 
     gating: Gating
     strength: float = 2e-3
+    scalars = ("strength",)
 
     def __post_init__(self) -> None:
         if not self.strength >= 0:

@@ -25,6 +25,7 @@ class Laplace(Prior):
 
     precision: float = 1e-3
     smooth = False
+    scalars = ("precision",)
 
     def __post_init__(self) -> None:
         if not self.precision >= 0:

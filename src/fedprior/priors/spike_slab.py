@@ -52,6 +52,7 @@ class SpikeSlab(Prior):
     """ε: gates with θ ≤ ε are not part of the server's network."""
     prune_server: bool = True
     """Drop those gates from the server's state every round, so that they are not sent."""
+    scalars = ("lambda0", "precision", "cross_entropy", "temperature")
 
     def __post_init__(self) -> None:
         for name in ("lambda0", "precision", "cross_entropy"):

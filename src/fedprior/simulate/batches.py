@@ -1,6 +1,7 @@
 """Which examples a client sees at each local step: the same for a padded and an unpadded client."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,41 +42,77 @@ def client_batches(data: FederatedData, client: int, schedule: Schedule, key: Te
     return batches
 
 
-class CohortBatches:
-    """A cohort's batches stacked [clients, batch, …], padded where a client has fewer examples or steps."""
+@dataclass(frozen=True)
+class Plan:
+    """What the host must know of a cohort before its tensors are made: how many there are, and how large."""
 
-    def __init__(self, data: FederatedData, clients: list[int], schedule: Schedule, key: Tensor) -> None:
-        device = data.x.device
-        sizes = [data.train.size(client) for client in clients]
-        self.data, self.width, self.capacity = data, schedule.batch_size, max(sizes)
-        self.totals = torch.tensor([schedule.total(size) for size in sizes], device=device)
-        self.per_epoch = torch.tensor([schedule.per_epoch(size) for size in sizes], device=device)
-        self.sizes = torch.tensor(sizes, device=device)
-        self.steps = max(schedule.total(size) for size in sizes)
-        self.even = len({schedule.total(size) for size in sizes}) == 1
-        epochs = max(-(-schedule.total(size) // schedule.per_epoch(size)) for size in sizes)
-        self.rows = torch.nn.utils.rnn.pad_sequence([data.train[client] for client in clients], batch_first=True)
+    steps: int
+    """Local steps of the client that takes the most."""
+    epochs: int
+    """Passes of the client that makes the most."""
+    capacity: int
+    """Places for a client's examples: whole batches, so that cohorts of like size share a plan."""
+    even: bool
+    """Whether all clients take as many steps."""
+
+    @classmethod
+    def of(cls, sizes: list[int], schedule: Schedule) -> "Plan":
+        """The plan for clients with so many examples."""
+        totals = [schedule.total(size) for size in sizes]
+        epochs = max(-(-total // schedule.per_epoch(size)) for total, size in zip(totals, sizes, strict=True))
+        capacity = schedule.per_epoch(max(sizes)) * schedule.batch_size
+        return cls(max(totals), epochs, capacity, len(set(totals)) == 1)
+
+
+class Places(NamedTuple):
+    """Where each client of a cohort has its examples: `rows[start : start + size]`."""
+
+    rows: Tensor
+    start: Tensor
+    size: Tensor
+
+    def table(self, capacity: int) -> Tensor:
+        """One line of rows a client; places beyond its own repeat its last."""
+        offset = torch.arange(capacity, device=self.rows.device)
+        last = (self.size - 1).clamp(min=0)
+        places = self.start[:, None] + torch.minimum(offset, last[:, None])
+        return self.rows[places.clamp(max=len(self.rows) - 1)]
+
+
+class CohortBatches:
+    """A cohort's batches stacked [clients, batch, …], padded where a client has fewer examples or steps.
+
+    Everything is a tensor: with the same plan, other clients are other numbers in the same captured graph.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, places: Places, schedule: Schedule, plan: Plan, key: Tensor) -> None:
+        self.x, self.y, self.plan, self.width, self.sizes = x, y, plan, schedule.batch_size, places.size
+        self.per_epoch = (places.size + self.width - 1) // self.width
+        total = self.per_epoch * schedule.epochs
+        self.totals = total if schedule.steps is None else torch.full_like(total, schedule.steps)
+        self.rows = places.table(plan.capacity)
 
         def orders(key: Tensor, size: Tensor, epoch: Tensor) -> Tensor:
-            return keys.permutation(keys.fold(key, epoch), size, self.capacity)
+            return keys.permutation(keys.fold(key, epoch), size, plan.capacity)
 
         over_epochs = torch.func.vmap(orders, (None, None, 0))
-        self.orders = torch.func.vmap(over_epochs, (0, 0, None))(key, self.sizes, torch.arange(epochs, device=device))
+        epochs = torch.arange(plan.epochs, device=key.device)
+        self.orders = torch.func.vmap(over_epochs, (0, 0, None))(key, self.sizes, epochs)
 
     def __len__(self) -> int:
-        return self.steps
+        return self.plan.steps
 
     def __getitem__(self, step: int) -> Batch:
-        if step >= self.steps:
+        if step >= self.plan.steps:
             raise IndexError(step)
-        active = step < self.totals
+        active = self.totals > step
         # A client that has finished repeats its last step; `active` then discards the result.
-        step_of = torch.minimum(torch.as_tensor(step, device=self.totals.device), self.totals - 1)
+        step_of = (self.totals - 1).clamp(max=step)
         epoch, place = step_of // self.per_epoch, step_of % self.per_epoch
         order = self.orders[torch.arange(len(epoch), device=epoch.device), epoch]
         positions = place[:, None] * self.width + torch.arange(self.width, device=epoch.device)
         weight = positions < self.sizes[:, None]
-        chosen = self.rows.gather(1, order.gather(1, positions.clamp(max=self.capacity - 1)))
-        x, y = self.data.x[chosen], self.data.y[chosen]
+        chosen = self.rows.gather(1, order.gather(1, positions))
+        x, y = self.x[chosen], self.y[chosen]
         dtype = x.dtype if x.is_floating_point() else torch.float32
-        return Batch(x, y, weight.to(dtype), None if self.even else active)
+        return Batch(x, y, weight.to(dtype), None if self.plan.even else active)

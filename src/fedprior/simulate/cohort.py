@@ -1,7 +1,4 @@
-"""A cohort's E-step, vectorised or in turn: the same numbers up to rounding.
-
-Measured: on a GPU vectorised is far faster; on a CPU clients in turn are, because grouped convolutions are slow there.
-"""
+"""A cohort's E-steps in turn. On a CPU this is faster than vectorised, because grouped convolutions are slow there."""
 
 from functools import partial
 from typing import NamedTuple
@@ -16,11 +13,9 @@ from fedprior.keys import Purpose
 from fedprior.metrics import accuracy_count
 from fedprior.network import Network
 from fedprior.simulate.attack import Attack
-from fedprior.simulate.batches import CohortBatches, Schedule, client_batches
-from fedprior.trees import Params, Tree
+from fedprior.simulate.batches import Schedule, client_batches
+from fedprior.trees import Tree
 from fedprior.workers import Workers
-
-MODES = ("vectorised", "in-turn")
 
 
 class CohortResult(NamedTuple):
@@ -42,25 +37,6 @@ class Cohort(NamedTuple):
     memory: Tree
     hostile: Tensor | None
     """Which clients attack; None: there are no attacks."""
-
-
-def vectorised(
-    algorithm: Algorithm,
-    network: Network,
-    data: FederatedData,
-    cohort: Cohort,
-    schedule: Schedule,
-    key: Tensor,
-    attack: Attack | None = None,
-) -> CohortResult:
-    """All clients at once: `torch.func.vmap` over a leading client dimension."""
-    clients, packets = cohort.clients, cohort.packets
-    client_keys = keys.fold(key, torch.tensor(clients, device=key.device))
-    batches = CohortBatches(data, clients, schedule, keys.fold(client_keys, Purpose.BATCHES))
-    tamper = partial(torch.func.vmap(attack), cohort.hostile) if attack else None
-    step = e_step(algorithm, network, packets, batches, client_keys, cohort.memory, vectorised=True, tamper=tamper)
-    params = torch.func.vmap(algorithm.prior.realise)(step.upload, packets)
-    return CohortResult(*step, _correct_vectorised(network, data, clients, params))
 
 
 def in_turn(
@@ -92,14 +68,3 @@ def in_turn(
 def _channels_last(tensor: Tensor) -> Tensor:
     """The layout in which CPU convolutions are fastest; the numbers stay where they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def _correct_vectorised(network: Network, data: FederatedData, clients: list[int], params: Params) -> Tensor:
-    rows = torch.nn.utils.rnn.pad_sequence(
-        [data.test[client] for client in clients], batch_first=True, padding_value=-1
-    )
-    if rows.shape[1] == 0 or not data.labelled:
-        return torch.zeros(len(clients), dtype=torch.int64, device=rows.device)
-    with torch.no_grad():
-        outputs = torch.func.vmap(network.predict)(params, data.test_x[rows])
-        return ((outputs.argmax(-1) == data.test_y[rows]) & (rows >= 0)).sum(1)

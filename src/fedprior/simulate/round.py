@@ -1,4 +1,8 @@
-"""One federated round, top to bottom. It knows no algorithm by name: the prior decides what each line does."""
+"""One federated round, top to bottom. It knows no algorithm by name: the prior decides what each line does.
+
+This is the plain version, with clients in turn and messages as bytes. `together.py` is its fast twin for a GPU; the
+tests hold the two equal.
+"""
 
 import copy
 import time
@@ -18,7 +22,7 @@ from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.attack import ATTACKS, Attack
 from fedprior.simulate.batches import Schedule
-from fedprior.simulate.cohort import Cohort, CohortResult, in_turn, vectorised
+from fedprior.simulate.cohort import Cohort, CohortResult, in_turn
 from fedprior.trees import Tree
 from fedprior.workers import Workers
 
@@ -34,9 +38,9 @@ class Simulation:
     data: FederatedData
     schedule: Schedule
     clients_per_round: int
+    seed: int
     root: Tensor
     """The key of the run, from its seed."""
-    vectorised: bool
     workers: Workers
     """What clients in turn, and evaluations, run on."""
     encode: bool
@@ -62,25 +66,33 @@ class Simulation:
         server = prior.prune(self.server)
         packets, down, floored = self._send_packets(server, clients, key)
         chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
-        result = self._e_steps(chosen, key)
+        result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
         _check_clients(clients, result, number)
         uploads, up = self._send_uploads(result.uploads, server)
         self.server = self._m_step(server, uploads, number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
-        sizes = torch.tensor([self.data.test.size(client) for client in clients])
-        if self.data.labelled:
-            self.accuracy[clients] = result.correct.cpu().double() / sizes
+        self.measure(clients, result.correct)
         self.round = number
-        record: Record = {"round": number, "bytes_up": up, "bytes_down": down, "train_loss": float(result.loss.mean())}
         floored |= _floored(server) | _floored(result.uploads)
-        if floored:
-            record["floored"] = sorted(floored)
+        record = self.record(up, down, float(result.loss.mean()), floored, evaluate)
         if evaluate:
-            record |= self.evaluate()
             record |= disagreement(result.gates, prior.gates(trees.row(packets, 0)))
         self.seconds += time.perf_counter() - start
         return record
+
+    def measure(self, clients: list[int], correct: Tensor) -> None:
+        """Note what share of their own test examples these clients get right with the models they sent."""
+        sizes = torch.tensor([self.data.test.size(client) for client in clients])
+        if self.data.labelled:
+            self.accuracy[clients] = correct.cpu().double() / sizes
+
+    def record(self, up: int, down: int, loss: float, floored: set[str], evaluate: bool) -> Record:
+        """What is written down of the round that has just ended."""
+        record: Record = {"round": self.round, "bytes_up": up, "bytes_down": down, "train_loss": loss}
+        if floored:
+            record["floored"] = sorted(floored)
+        return record | self.evaluate() if evaluate else record
 
     def evaluate(self) -> Record:
         """Accuracies and size of the server as it is."""
@@ -93,12 +105,6 @@ class Simulation:
             "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         }
 
-    def _e_steps(self, chosen: Cohort, key: Tensor) -> CohortResult:
-        """The cohort's E-steps, vectorised or in turn."""
-        if self.vectorised:
-            return vectorised(self.algorithm, self.network, self.data, chosen, self.schedule, key, self.attack)
-        return in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
-
     def _m_step(self, server: Tree, uploads: Tree, number: int) -> Tree:
         """The server's new state, or the old one with the old moments if the new one is not finite."""
         moments = self.optimiser.state() if self.optimiser else {}
@@ -107,10 +113,7 @@ class Simulation:
             return updated
         if self.optimiser:
             self.optimiser.load_state(moments)
-        raise DivergedError(
-            f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
-            "The state before that round is kept; lower the server's learning rates"
-        )
+        raise server_diverged(number)
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
@@ -155,7 +158,6 @@ def simulation(
     *,
     clients_per_round: int,
     seed: int,
-    vectorised: bool = False,
     workers: int = 1,
     encode: bool = True,
     attack: str = "none",
@@ -175,8 +177,8 @@ def simulation(
         data=data.to(device),
         schedule=schedule,
         clients_per_round=clients_per_round,
+        seed=seed,
         root=root,
-        vectorised=vectorised and algorithm.vectorises,
         workers=Workers(network, workers),
         encode=encode,
         attack=ATTACKS.get(attack),
@@ -198,8 +200,20 @@ def _check_clients(clients: list[int], result: CohortResult, number: int) -> Non
     for _, leaf in trees.leaves(result.uploads):
         finite = finite & leaf.flatten(1).sum(1).isfinite() if leaf.dim() > 1 else finite & leaf.isfinite()
     if not bool(finite.all()):
-        client = clients[int((~finite).nonzero()[0])]
-        raise DivergedError(
-            f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
-            "The state before that round is kept; lower the learning rates"
-        )
+        raise client_diverged(clients[int((~finite).nonzero()[0])], number)
+
+
+def client_diverged(client: int, number: int) -> DivergedError:
+    """What a user reads when a client's numbers overflow."""
+    return DivergedError(
+        f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
+        "The state before that round is kept; lower the learning rates"
+    )
+
+
+def server_diverged(number: int) -> DivergedError:
+    """What a user reads when the server's numbers overflow."""
+    return DivergedError(
+        f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
+        "The state before that round is kept; lower the server's learning rates"
+    )

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedprior.network import Network
 from fedprior.simulate import checkpoint
 from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
-from fedprior.simulate.cohort import MODES
+from fedprior.simulate.engine import MODES, engine, mode_of
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
 from fedprior.version import __version__
@@ -44,12 +44,12 @@ class Settings:
     checkpoint_every: int | None = None
     """Save a checkpoint every so many rounds; none: about every 20 seconds."""
     mode: str = "auto"
-    """`vectorised` over the cohort, or clients `in-turn`; auto: vectorised on a GPU."""
+    """Clients `in-turn`, `vectorised`, or `captured`, which is vectorised in a CUDA graph; auto: the fastest here."""
     workers: int | None = None
     """Clients in turn that train side by side on a CPU, a core each; none: as many as torch has threads."""
     device: str = "auto"
-    wire: str = "encode"
-    """`encode` every message to bytes and back, or only `count` its length."""
+    wire: str = "auto"
+    """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
     attack: str = "none"
     """What hostile clients do: sign-flip, scale or constant."""
     attackers: float = 0.0
@@ -63,9 +63,13 @@ class Settings:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mode not in ("auto", *MODES):
-            raise SettingError(f"mode must be auto, {' or '.join(MODES)}, got {self.mode!r}")
-        if self.wire not in ("encode", "count"):
-            raise SettingError(f"wire must be encode or count, got {self.wire!r}")
+            raise SettingError(f"mode must be auto, {', '.join(MODES[:-1])} or {MODES[-1]}, got {self.mode!r}")
+        if self.wire not in ("auto", "encode", "count"):
+            raise SettingError(f"wire must be auto, encode or count, got {self.wire!r}")
+        if self.wire == "encode" and self.mode not in ("auto", "in-turn"):
+            raise SettingError(
+                "messages are encoded only when clients train in turn: leave out wire, or set mode=in-turn"
+            )
         if self.attack not in ("none", *ATTACKS):
             raise SettingError(f"attack must be none, {', '.join(ATTACKS)}, got {self.attack!r}")
         if not 0 <= self.attackers < 1:
@@ -105,62 +109,92 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
             f"clients_per_round is {settings.clients_per_round}, but there are only {data.clients} clients"
         )
     device = settings.resolved_device()
-    vectorised = settings.mode == "vectorised" or (settings.mode == "auto" and device.type != "cpu")
-    if settings.mode == "vectorised" and not algorithm.vectorises:
-        raise SettingError("this local optimiser does not act element by element, so clients must train in turn")
     schedule = Schedule(settings.batch_size, settings.epochs, settings.local_steps)
-    return simulation(
+    built = simulation(
         algorithm,
         network,
         data,
         schedule,
         clients_per_round=settings.clients_per_round,
         seed=settings.seed,
-        vectorised=vectorised,
         workers=1 if device.type != "cpu" else settings.workers or torch.get_num_threads(),
-        encode=settings.wire == "encode",
+        encode=settings.wire != "count",
         attack=settings.attack,
         attackers=settings.attackers,
         device=device,
     )
+    mode_of(settings.mode, settings.wire, built)  # refuses what cannot be, before anything is written
+    return built
 
 
-def drive(
-    sim: Simulation,
-    settings: Settings,
-    about: Mapping[str, Any],
-    folder: RunFolder | None,
-    records: list[Record],
-    progress: Progress | None,
-) -> Result:
-    """Run the rounds that are left, and finish."""
+@dataclass
+class Job:
+    """A run on its way: its state, where it is kept, and what has been recorded so far."""
+
+    simulation: Simulation
+    settings: Settings
+    about: Mapping[str, Any]
+    folder: RunFolder | None = None
+    records: list[Record] = field(default_factory=list)
+    progress: Progress | None = None
+
+    def note(self, record: Record) -> None:
+        """Keep a round's record."""
+        self.records.append(record)
+        if self.folder:
+            self.folder.append(record)
+
+    def save(self) -> None:
+        """Keep the state; the records must be those that led to it."""
+        if self.folder:
+            checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
+
+    def finish(self, mode: str) -> Result:
+        """The summary and the model."""
+        module = final_model(self.simulation)
+        summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
+        if self.folder:
+            parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+            self.folder.finish(summary, parameters)
+        return Result(self.records, summary, module, self.simulation, self.folder.path if self.folder else None)
+
+
+def drive(jobs: list[Job]) -> list[Result | DivergedError]:
+    """Run the rounds that are left of jobs that can train together, and finish each; one that diverges ends early."""
+    settings = jobs[0].settings
+    mode = mode_of(settings.mode, settings.wire, jobs[0].simulation)
+    driver = engine([job.simulation for job in jobs], mode)
+    ended: dict[int, DivergedError] = {}
     saved = time.monotonic()
-    while sim.round < settings.rounds:
-        last = sim.round + 1 == settings.rounds
-        try:
-            record = sim.step(evaluate=last or (sim.round + 1) % settings.evaluate_every == 0)
-        except DivergedError:
-            if folder:
-                checkpoint.save(folder.checkpoint, sim, checksum(records))
-            raise
-        records.append(record)
-        if folder:
-            folder.append(record)
-            due = (
-                time.monotonic() - saved > 20
-                if settings.checkpoint_every is None
-                else sim.round % settings.checkpoint_every == 0
-            )
-            if due or last:
-                checkpoint.save(folder.checkpoint, sim, checksum(records))
-                saved = time.monotonic()
-        if progress:
-            progress(record)
-    module = final_model(sim)
-    summary = summarise(sim, records, about)
-    if folder:
-        folder.finish(summary, {name: p.detach() for name, p in module.named_parameters() if p.requires_grad})
-    return Result(records, summary, module, sim, folder.path if folder else None)
+    number = jobs[0].simulation.round
+    while number < settings.rounds and len(ended) < len(jobs):
+        number += 1
+        outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
+        running, failed = [place for place in range(len(jobs)) if place not in ended], {}
+        for place in running:
+            outcome = outcomes[place]
+            if isinstance(outcome, DivergedError):
+                failed[place] = outcome
+            else:
+                jobs[place].note(outcome)
+        if failed or number == settings.rounds or _due(settings, number, saved):
+            driver.sync()
+            for place in running:
+                jobs[place].save()
+            saved = time.monotonic()
+        for place in running:
+            job = jobs[place]
+            if job.progress and place not in failed:
+                job.progress(job.records[-1])
+        ended |= failed
+    return [ended.get(place) or job.finish(mode) for place, job in enumerate(jobs)]
+
+
+def _due(settings: Settings, number: int, saved: float) -> bool:
+    """Whether it is time for a checkpoint."""
+    if settings.checkpoint_every is None:
+        return time.monotonic() - saved > 20
+    return number % settings.checkpoint_every == 0
 
 
 def final_model(sim: Simulation) -> nn.Module:
@@ -191,6 +225,5 @@ def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) 
         "effective_parameters": prior.effective_parameters(server),
         "seconds": round(sim.seconds, 3),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "mode": "vectorised" if sim.vectorised else "in-turn",
         "version": __version__,
     }

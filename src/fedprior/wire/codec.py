@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedprior.errors import WireError
-from fedprior.trees import Gates, Tree
+from fedprior.trees import Gates, Tree, leaves
 from fedprior.wire.layout import Layout
 
 MAGIC = b"FEDP"
@@ -61,7 +61,7 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
         for key, mask in section.mask(gates).items()
     }
     counts = [
-        _count(masks.get((name, key)), shape)
+        int(_count(masks.get((name, key)), shape))
         for name, section in layout.sections.items()
         for key, shape in section.shapes.items()
     ]
@@ -87,13 +87,18 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
 
 def message_bytes(message: Tree, layout: Layout) -> int:
     """`len(encode(message, layout))` without encoding."""
+    return int(count_bytes(message, layout))
+
+
+def count_bytes(message: Tree, layout: Layout) -> Tensor:
+    """The same as a tensor: it can be stacked over clients, and nobody waits for it."""
     gates = message.get("gates", {}) if layout.gates else {}
-    count = 0
+    count = torch.zeros((), dtype=torch.int64, device=next(leaves(message))[1].device)
     for section in layout.sections.values():
         masks = section.mask(gates) if section.mask else {}
         for key, shape in section.shapes.items():
-            count += _count(masks[key] > 0 if key in masks else None, shape)
-    return HEADER_BYTES + (layout.gate_count + 7) // 8 + count * layout.dtype.itemsize
+            count = count + _count(masks[key] > 0 if key in masks else None, shape)
+    return count * layout.dtype.itemsize + HEADER_BYTES + (layout.gate_count + 7) // 8
 
 
 def _header(precision: int, layout: Layout, round_number: int, body: bytes) -> bytes:
@@ -141,10 +146,10 @@ def _unpack(body: memoryview, layout: Layout) -> Gates:
     return {name: piece.reshape(shape) for (name, shape), piece in zip(layout.gates.items(), pieces, strict=True)}
 
 
-def _count(mask: Tensor | None, shape: tuple[int, ...]) -> int:
+def _count(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | int:
     """How many entries of a tensor a mask leaves, without expanding the mask."""
     size = torch.Size(shape).numel()
-    return size if mask is None else int(mask.sum()) * (size // max(mask.numel(), 1))
+    return size if mask is None else mask.sum() * (size // max(mask.numel(), 1))
 
 
 def _scatter(values: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,362 @@
+"""Several runs as one: the fast twin of `Simulation.step`, which is its specification.
+
+Every tensor of every run is stacked along a leading dimension, the cohorts of all runs train as one, and on a GPU the
+whole round is one captured CUDA graph, replayed with other clients and other keys. Inside a round nothing waits for the
+host; at its end one small tensor of numbers comes back.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedprior import keys, trees, wire
+from fedprior.em import Algorithm, e_step, m_step
+from fedprior.errors import DivergedError
+from fedprior.keys import Purpose
+from fedprior.optimisers import TreeOptimiser
+from fedprior.priors.tuned import tuned
+from fedprior.simulate.batches import CohortBatches, Places, Plan
+from fedprior.simulate.round import Record, Simulation, client_diverged, server_diverged
+from fedprior.trees import Gates, Params, Tree
+
+
+class Shape(NamedTuple):
+    """What the host must know to make a round's tensors; rounds of one shape share a captured graph."""
+
+    plan: Plan
+    tests: int
+    """Places for a client's test examples."""
+
+
+class Inputs(NamedTuple):
+    """What changes from round to round beside the state."""
+
+    clients: Tensor
+    """[runs, cohort], each run's own numbering."""
+    key: Tensor
+    """[runs]: the key of the round."""
+    memory: Tree
+    """[runs · cohort, …]: what the correction remembers."""
+
+
+class Numbers(NamedTuple):
+    """What the host reads of a round, one row a run."""
+
+    loss: Tensor
+    up: Tensor
+    down: Tensor
+    fine_clients: Tensor
+    fine_server: Tensor
+    disagreement: Tensor
+    """Mean and maximum total variation; empty where there are no gates."""
+    floored: Tensor
+    """One flag a layer."""
+    correct: Tensor
+
+
+class Outputs(NamedTuple):
+    """Numbers for the records, and the clients' memories."""
+
+    numbers: Numbers
+    memory: Tree
+
+
+@dataclass(frozen=True)
+class Index:
+    """The examples of all runs' clients: client c of run r is the `base[r] + c`-th."""
+
+    rows: Tensor
+    start: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, shards: list[Any], device: torch.device) -> "Index":
+        """The runs' shards one after the other; their rows are of one and the same array."""
+        before = np.cumsum([0, *(len(shard.rows) for shard in shards[:-1])])
+        start = np.concatenate([shard.offsets[:-1] + first for shard, first in zip(shards, before, strict=True)])
+        size = np.concatenate([np.diff(shard.offsets) for shard in shards])
+        rows = torch.cat([shard.rows for shard in shards]) if len(shards) > 1 else shards[0].rows
+        return cls(rows, torch.from_numpy(start).to(device), torch.from_numpy(size).to(device))
+
+    def places(self, clients: Tensor) -> Places:
+        """Of some clients."""
+        return Places(self.rows, self.start[clients], self.size[clients])
+
+
+class Together:
+    """Simulations of one task and algorithm whose seeds, and scalar settings of the prior, may differ."""
+
+    def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
+        first = simulations[0]
+        self.runs, self.device, self.capture = simulations, first.root.device, capture
+        self.cohort = first.clients_per_round
+        prior, settings = tuned([sim.algorithm.prior for sim in simulations], next(trees.leaves(first.server))[1])
+        self.algorithm = replace(first.algorithm, prior=prior)
+        self.server: Tree = trees.stack([sim.server for sim in simulations]) | settings
+        self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
+        self.roots = [keys.key(sim.seed) for sim in simulations]
+        shards = [(sim.data.train, sim.data.test) for sim in simulations]
+        self.train, self.test = (Index.of(list(part), self.device) for part in zip(*shards, strict=True))
+        counts = [sim.data.clients for sim in simulations]
+        self.base = torch.tensor([0, *np.cumsum(counts)[:-1]], device=self.device)[:, None]
+        self.hostile = torch.cat([sim.hostile for sim in simulations])
+        self.blank = first.algorithm.correction.remember(first.network.params())
+        self.layouts = first.algorithm.downlink(first.server), first.algorithm.uplink(first.server)
+        self.seen: set[Shape] = set()
+        self.graphs: dict[Shape, Captured] = {}
+        self.diverged: dict[int, DivergedError] = {}
+        self.layers: list[str] = []
+        self.next: tuple[list[list[int]], Shape, Inputs] | None = None
+        self._show()
+
+    # ------------------------------------------------------------------ one round
+    def step(self, evaluate: bool) -> list[Record | DivergedError]:
+        """One round of every run; a run that diverged answers with its error from then on."""
+        start = time.perf_counter()
+        clients, shape, inputs = self._prepare(self.runs[0].round + 1)
+        outputs = self._replay(shape, inputs)
+        numbers = Numbers(*_to_host(outputs.numbers))
+        for place, run in enumerate(self.runs):
+            if place not in self.diverged:
+                self._conclude(place, run, clients[place], numbers, outputs.memory)
+        seconds = (time.perf_counter() - start) / len(self.runs)
+        records: list[Record | DivergedError] = []
+        for place, run in enumerate(self.runs):
+            began = time.perf_counter()
+            records.append(self.diverged.get(place) or self._record(place, run, numbers, evaluate))
+            run.seconds += seconds + time.perf_counter() - began
+        return records
+
+    def sync(self) -> None:
+        """Write the server's moments back to every run, so that it can be saved as if it had run alone."""
+        if self.optimiser is None:
+            return
+        for place, run in enumerate(self.runs):
+            if run.optimiser is not None and run.round > 0:
+                run.optimiser.load_state(self.optimiser.row(place, late=place in self.diverged))
+
+    def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
+        """Choose the cohorts, on the host."""
+        round_keys = [keys.fold(root, number) for root in self.roots]
+        clients = [
+            keys.choose(keys.fold(key, Purpose.COHORT), run.data.clients, self.cohort)
+            for key, run in zip(round_keys, self.runs, strict=True)
+        ]
+        pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
+        plan = Plan.of([data.train.size(client) for data, client in pairs], self.runs[0].schedule)
+        tests = max(data.test.size(client) for data, client in pairs)
+        shape = Shape(plan, 1 << (tests - 1).bit_length() if tests > 1 else tests)
+        remembered = [
+            run.memory.get(client, self.blank)
+            for run, chosen in zip(self.runs, clients, strict=True)
+            for client in chosen
+        ]
+        memory = trees.stack(remembered) if self.blank else {}
+        chosen, key = torch.tensor(clients), torch.stack(round_keys)
+        return clients, shape, Inputs(_to_device(chosen, self.device), _to_device(key, self.device), memory)
+
+    def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
+        """The first round of a shape runs as it is, which warms everything up; the second is captured."""
+        if not self.capture or shape not in self.seen:
+            self.seen.add(shape)
+            return self._round(shape, inputs)
+        if shape not in self.graphs:
+            pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
+            self.graphs[shape] = Captured(partial(self._round, shape), inputs, pool)
+        return self.graphs[shape](inputs)
+
+    def _round(self, shape: Shape, inputs: Inputs) -> Outputs:
+        """Broadcast, E-steps, M-step: tensors in, tensors out, the state changed in place."""
+        algorithm, prior, number = self.algorithm, self.algorithm.prior, len(self.runs)
+        first = self.runs[0]
+        server = vmap(prior.prune)(self.server)
+        packets, down, floored = self._packets(server, inputs)
+        flat = (inputs.clients + self.base).flatten()
+        client_keys = keys.fold(inputs.key[:, None], inputs.clients).flatten()
+        places = self.train.places(flat)
+        order = keys.fold(client_keys, Purpose.BATCHES)
+        batches = CohortBatches(first.data.x, first.data.y, places, first.schedule, shape.plan, order)
+        tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
+        step = e_step(
+            algorithm, first.network, packets, batches, client_keys, inputs.memory, vectorised=True, tamper=tamper
+        )
+        correct = self._correct(vmap(prior.realise)(step.upload, packets), flat, shape.tests)
+        uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
+        up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
+        loss = step.loss.unflatten(0, (number, self.cohort))
+        fine_clients = _finite(uploads, 2) & loss.isfinite()
+        fine_server = self._m_step(server, uploads, fine_clients.all(1))
+        self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
+        floored = floored | _flags(server, 1) | _flags(uploads, 2)
+        numbers = Numbers(
+            loss=loss.mean(1),
+            up=up,
+            down=down,
+            fine_clients=fine_clients,
+            fine_server=fine_server,
+            disagreement=_disagreement(step.gates, vmap(prior.gates)(packets), number),
+            floored=floored,
+            correct=correct.unflatten(0, (number, self.cohort)),
+        )
+        return Outputs(numbers, step.memory)
+
+    def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tensor, Tensor]:
+        """What each client receives [runs · cohort, …], the bytes a run sends, and which layers were floored."""
+        algorithm, layout = self.algorithm, self.layouts[0]
+        key = keys.fold(inputs.key, Purpose.BROADCAST)
+        if algorithm.prior.per_client:
+            to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
+            spoken = to_clients(server, keys.fold(key[:, None], inputs.clients))
+            down = vmap(vmap(lambda message: wire.count_bytes(message, layout)))(spoken).sum(1)
+            flags = _flags(spoken, 2)
+        else:
+            once = vmap(algorithm.broadcast)(server, keys.fold(key, inputs.clients[:, 0]))
+            down = vmap(lambda message: wire.count_bytes(message, layout))(once) * self.cohort
+            flags = _flags(once, 1)
+            # One packet for all: with a single run every client reads the same memory.
+            spoken = trees.tree_map(lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), once)
+        self.layers = list(spoken.get("floored", {}))
+        packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), spoken)
+        return {name: part for name, part in packets.items() if name != "floored"}, down, flags
+
+    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor) -> Tensor:
+        """Update the state of every run that is fine in place; say which runs are."""
+        first, moments = self.runs[0], self.optimiser.moments() if self.optimiser else []
+        before = [moment.clone() for moment in moments]
+        fraction = self.cohort / first.data.clients
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
+        fine_server = _finite({k: v for k, v in updated.items() if k != "floored"}, 1)
+        fine = fine & fine_server
+        for moment, old in zip(moments, before, strict=True):
+            moment.copy_(_choose(fine if moment.dim() else fine.any(), moment, old))
+        known = dict(trees.leaves(self.server))
+        for path, new in trees.leaves(updated):
+            section, name = path.split("/", 1)
+            if path in known:
+                known[path].copy_(_choose(fine, new, known[path]))
+            else:  # only before the first capture: pruning adds sections to a new server
+                self.server.setdefault(section, {})[name] = new.clone()
+        return fine_server
+
+    def _correct(self, params: Params, clients: Tensor, capacity: int) -> Tensor:
+        """Of each client's own test examples, how many its hard assignment gets right."""
+        data, places = self.runs[0].data, self.test.places(clients)
+        if capacity == 0 or not data.labelled:
+            return torch.zeros_like(clients)
+        rows = places.table(capacity)
+        real = torch.arange(capacity, device=rows.device) < places.size[:, None]
+        with torch.no_grad():
+            outputs = vmap(self.runs[0].network.predict)(params, data.test_x[rows])
+        return ((outputs.argmax(-1) == data.test_y[rows]) & real).sum(1)
+
+    # ------------------------------------------------------------------ each run as if alone
+    def _show(self) -> None:
+        """Every run's server is a view of its row of ours."""
+        for place, run in enumerate(self.runs):
+            run.server = {
+                name: trees.row(section, place) for name, section in self.server.items() if name != "settings"
+            }
+
+    def _conclude(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
+        """The part of a round that happens to a run's own state."""
+        number = run.round + 1
+        self._show() if number == 1 else None
+        if not bool(numbers.fine_clients[place].all()):
+            self.diverged[place] = client_diverged(clients[int((~numbers.fine_clients[place]).nonzero()[0])], number)
+        elif not bool(numbers.fine_server[place]):
+            self.diverged[place] = server_diverged(number)
+        if place in self.diverged:
+            return
+        for i, client in enumerate(clients if self.blank else []):
+            run.memory[client] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))
+        run.measure(clients, numbers.correct[place])
+        run.round = number
+
+    def _record(self, place: int, run: Simulation, numbers: Numbers, evaluate: bool) -> Record:
+        floored = {layer for layer, flag in zip(self.layers, numbers.floored[place].tolist(), strict=False) if flag}
+        sizes = int(numbers.up[place]), int(numbers.down[place])
+        record = run.record(*sizes, float(numbers.loss[place]), floored, evaluate)
+        if evaluate and numbers.disagreement.shape[1]:
+            mean, most = numbers.disagreement[place].tolist()
+            record |= {"tv_mean": mean, "tv_max": most}
+        return record
+
+
+class Captured:
+    """A round as a CUDA graph. Replaying it costs one launch, however many kernels it holds."""
+
+    def __init__(self, fn: Callable[[Inputs], Outputs], inputs: Inputs, pool: Any) -> None:
+        self.inputs: Inputs = Inputs(*(trees.tree_map(Tensor.clone, part) for part in inputs))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.outputs = fn(self.inputs)
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            trees.tree_map(Tensor.copy_, mine, given)
+        self.graph.replay()
+        return self.outputs
+
+
+def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tree) -> TreeOptimiser | None:
+    """The server optimisers of all runs as one, with their moments."""
+    if algorithm.server is None:
+        return None
+    optimiser = TreeOptimiser(algorithm.server, server)
+    states = [run.optimiser.state() for run in runs if run.optimiser is not None]
+    optimiser.load_rows(states)
+    return optimiser
+
+
+def _finite(tree: Tree, dims: int) -> Tensor:
+    """Whether everything behind the first `dims` dimensions is finite."""
+    sums = [leaf.flatten(dims).sum(-1) if leaf.dim() > dims else leaf for _, leaf in trees.leaves(tree)]
+    return torch.stack([value.isfinite() for value in sums]).all(0)
+
+
+def _choose(flag: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Run by run, the new value where the flag is set."""
+    return torch.where(flag.reshape((*flag.shape, *[1] * (new.dim() - flag.dim()))), new, old)
+
+
+def _flags(state: Tree, dims: int) -> Tensor:
+    """[runs, layers]: where the floor acted, for any client if there are clients."""
+    floored = list(state.get("floored", {}).values())
+    if not floored:
+        leaf = next(trees.leaves(state))[1]
+        return torch.zeros(len(leaf), 1, device=leaf.device, dtype=torch.bool)
+    flags = torch.stack(floored, -1) > 0
+    return flags.any(1) if dims == 2 else flags
+
+
+def _disagreement(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor:
+    """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
+    if not server_gates:
+        return torch.zeros(runs, 0)
+    distances = torch.cat(
+        [(client_gates[layer] - theta).abs().reshape(runs, -1) for layer, theta in server_gates.items()], 1
+    )
+    return torch.stack([distances.mean(1), distances.amax(1)], 1)
+
+
+def _to_host(numbers: Numbers) -> list[Tensor]:
+    """All of them in one copy, which is the only time the host waits for the device."""
+    parts = [part if part.dim() == 2 else part[:, None] for part in numbers]
+    device = numbers.loss.device
+    packed = torch.cat([part.to(device, torch.float64) for part in parts], 1).cpu()
+    split = packed.split([part.shape[1] for part in parts], 1)
+    return [
+        (piece if part.dim() == 2 else piece[:, 0]).to(part.dtype) for piece, part in zip(split, numbers, strict=True)
+    ]
+
+
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
