@@ -86,6 +86,7 @@ def group_lasso(
     *,
     strength: float = 2e-3,
     gate_output: bool = False,
+    linear_gates: str = "outputs",
     ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
@@ -93,7 +94,7 @@ def group_lasso(
     scaffold: bool = False,
 ) -> Algorithm:
     """Group lasso at the client, with its strength as the threshold of both sides."""
-    prior = GroupLasso(_gating(network, True, gate_output, ungated, floor), strength)
+    prior = GroupLasso(_gating(network, True, gate_output, linear_gates, ungated, floor), strength)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
 
 
@@ -109,6 +110,7 @@ def spike_slab(
     prune_below: float = 0.1,
     prune_server: bool = True,
     gate_output: bool = False,
+    linear_gates: str = "outputs",
     ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
@@ -119,7 +121,7 @@ def spike_slab(
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
     prior = SpikeSlab(
-        gating=_gating(network, structured, gate_output, ungated, floor),
+        gating=_gating(network, structured, gate_output, linear_gates, ungated, floor),
         lambda0=lambda0,
         precision=precision,
         cross_entropy=cross_entropy,
@@ -142,9 +144,13 @@ def _correction(scaffold: bool) -> Correction:
     return Scaffold() if scaffold else Correction()
 
 
-def _gating(network: Network, structured: bool, gate_output: bool, ungated: tuple[str, ...], floor: int) -> Gating:
+def _gating(
+    network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
+) -> Gating:
     if structured:
-        structure = find_structure(network.module, network.example, gate_output=gate_output, ungated=ungated)
+        structure = find_structure(
+            network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
+        )
         return UnitGating(structure, floor=floor)
     return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
 

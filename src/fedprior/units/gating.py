@@ -98,23 +98,32 @@ class UnitGating(Gating):
         self.structure = structure
         self.shapes = structure.shapes
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
+        self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
 
     def norms(self, params: Params) -> Gates:
-        return {layer.name: _row_norms([params[name] for name in layer.parameters]) for layer in self.structure.layers}
+        return {
+            layer.name: _row_norms([params[name].transpose(0, layer.axis) for name in layer.parameters])
+            for layer in self.structure.layers
+        }
 
     def sizes(self) -> dict[str, int]:
         return {
-            layer.name: sum(torch.Size(self.shapes[name][1:]).numel() for name in layer.parameters)
+            layer.name: sum(torch.Size(self.shapes[name]).numel() // layer.size for name in layer.parameters)
             for layer in self.structure.layers
         }
 
     def rows(self, gates: Gates) -> Params:
         return {
-            name: gates[layer.name].reshape(-1, *[1] * (len(self.shapes[name]) - 1))
+            name: self._along(gates[layer.name], name, layer.axis)
             for layer in self.structure.layers
             for name in layer.parameters
         }
+
+    def _along(self, values: Tensor, parameter: str, axis: int) -> Tensor:
+        """Values for the rows (axis 0) or columns (axis 1) of a parameter, broadcastable to it."""
+        rank = len(self.shapes[parameter])
+        return values.reshape(*[1] * axis, -1, *[1] * (rank - 1 - axis))
 
     def apply(self, params: Params, gates: Gates) -> Params:
         rows = self.rows(gates)
@@ -122,15 +131,41 @@ class UnitGating(Gating):
 
     def mask(self, gates: Gates) -> Params:
         masks = self.rows(gates)
+
+        def narrow(parameter: str, values: Tensor, axis: int) -> None:
+            values = self._along(values, parameter, axis)
+            masks[parameter] = masks[parameter] * values if parameter in masks else values
+
+        heard = self._heard(gates)
+        for source, values in heard.items():  # a unit that nobody reads is gone, though its own gate be open
+            for parameter in self.structure.owned[source]:
+                narrow(parameter, values, 0)
         for reader in self.structure.readers:
-            silent = torch.ones_like(gates[reader.sources[0]])
-            for source in reader.sources:
-                silent = silent * (1 - gates[source])
-            shape = (1, -1, *[1] * (len(self.shapes[reader.parameter]) - 2))
-            columns = (1 - silent).repeat_interleave(reader.repeat).reshape(shape)
-            own = masks.get(reader.parameter)
-            masks[reader.parameter] = columns if own is None else own * columns
+            gated = [source for source in reader.sources if self.axes.get(source) == 0]
+            if len(gated) < len(reader.sources):
+                continue
+            silent = torch.ones_like(gates[gated[0]])
+            for source in gated:
+                silent = silent * (1 - gates[source] * heard[source] if source in heard else 1 - gates[source])
+            narrow(reader.parameter, (1 - silent).repeat_interleave(reader.repeat), 1)
         return masks
+
+    def _heard(self, gates: Gates) -> Gates:
+        """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
+        deaf: Gates = {}
+        loud = {
+            source
+            for reader in self.structure.readers
+            for source in reader.sources
+            if self.axes.get(reader.parameter.removesuffix(".weight")) != 1
+        }
+        for reader in self.structure.readers:
+            for source in reader.sources:
+                if source in loud:
+                    continue
+                closed = 1 - gates[reader.parameter.removesuffix(".weight")].reshape(-1, reader.repeat)
+                deaf[source] = deaf.get(source, 1.0) * closed.prod(1)
+        return {source: 1 - values for source, values in deaf.items()}
 
 
 class WeightGating(Gating):

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A gated layer: unit j owns row j of each of `parameters`."""
+    """A gated layer: gate j switches row j of each of `parameters`, or with `axis` 1 column j of its only one."""
 
     name: str
     size: int
     parameters: tuple[str, ...]
     kind: str
     """`conv` or `linear`."""
+    axis: int = 0
+    """0: a gate is a unit of the layer's output; 1: of its input."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,5 @@ class Structure:
     readers: tuple[Reader, ...]
     shapes: dict[str, tuple[int, ...]]
     output_layers: tuple[str, ...]
+    owned: dict[str, tuple[str, ...]]
+    """What a unit of each source has a row of, whether or not it has a gate of its own."""

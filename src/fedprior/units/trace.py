@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fedprior.errors import ModelError
+from fedprior.errors import ModelError, SettingError
 from fedprior.units.operations import (
     CONVOLUTIONS,
     FLATTENS,
@@ -59,14 +59,24 @@ class _Shapes(fx.Interpreter):
         return value
 
 
+LINEAR_GATES = ("outputs", "inputs")
+
+
 def find_structure(
-    model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()
+    model: nn.Module,
+    example: Tensor,
+    *,
+    gate_output: bool = False,
+    ungated: Iterable[str] = (),
+    linear_gates: str = "outputs",
 ) -> Structure:
     """The units of `model`, for inputs shaped like `example` (one input, without the batch dimension).
 
     The layers that feed the output are not gated unless `gate_output`; neither are those named in `ungated`, nor those
-    that are frozen.
+    that are frozen. Linear layers have gates on their outputs or, as in Louizos et al. (2018), on their inputs.
     """
+    if linear_gates not in LINEAR_GATES:
+        raise SettingError(f"linear_gates must be {' or '.join(LINEAR_GATES)}, got {linear_gates!r}")
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
     named = frozenset(ungated)
@@ -81,14 +91,29 @@ def find_structure(
     # The first walk asks only which layers reach the output; what it cannot read is none of its business.
     outputs = _Walk(graph, own, fixed, lenient=True).run().output
     excluded = fixed | (frozenset() if gate_output else outputs)
-    walk = _Walk(graph, own, excluded, lenient=False).run()
-    if not walk.layers:
+    by_inputs = linear_gates == "inputs"
+    # By their inputs, the output layer's gates belong to what it reads: its own rows are the classes.
+    walk = _Walk(graph, own, fixed | outputs if by_inputs else excluded, lenient=False).run()
+    layers = _by_inputs(walk, model, excluded) if by_inputs else tuple(walk.layers.values())
+    if not layers:
         raise ModelError(
             "the model has no hidden units to gate: every layer feeds the output or is left without gates. "
             "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return Structure(tuple(walk.layers.values()), tuple(walk.readers), shapes, tuple(sorted(outputs)))
+    owned = {layer.name: layer.parameters for layer in walk.layers.values()}
+    return Structure(layers, tuple(walk.readers), shapes, tuple(sorted(outputs)), owned)
+
+
+def _by_inputs(walk: "_Walk", model: nn.Module, excluded: frozenset[str]) -> tuple[Layer, ...]:
+    """The convolutions by their outputs, the linear layers that read a unit by their inputs."""
+    layers = [layer for layer in walk.layers.values() if layer.kind == "conv"]
+    for reader in walk.readers:
+        name = reader.parameter.removesuffix(".weight")
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear) and name not in excluded:
+            layers.append(Layer(name, module.in_features, (reader.parameter,), "linear", axis=1))
+    return tuple(layers)
 
 
 def _trace(model: nn.Module, example: Tensor) -> _Shapes:
