@@ -1,4 +1,4 @@
-"""The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`."""
+"""The command line: `fedprior run`, `compare`, `sweep`, `resume`, `tasks`, `algorithms`."""
 
 import sys
 import traceback
@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from fedprior import runs
+from fedprior import runs, sweeps
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
-from fedprior.errors import FedpriorError, SettingError
+from fedprior.errors import DivergedError, FedpriorError, SettingError
 from fedprior.progress import RunProgress
 from fedprior.report import markdown_table, summary_table
 from fedprior.settings import plain
@@ -109,6 +109,53 @@ def compare(
     console.print(summary_table(summaries))
     (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
     console.print(f"{folder / 'table.md'}", highlight=False)
+
+
+@app.command()
+def sweep(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedsparse",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    rounds: Rounds = None,
+    clients_per_round: Cohort = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for the runs; runs/sweep-TASK if not given.")] = None,
+    set_: Annotated[
+        list[str],
+        typer.Option("--set", help="key=value, or key=value,value,… for one run each. Repeatable.", show_default=False),
+    ] = [],  # noqa: B006  # as above
+) -> None:
+    """Train every combination of seeds and settings; on a GPU, those that differ in numbers only train together.
+
+    A sweep that was stopped goes on when it is started again with the same --out.
+    """
+    chosen = out or runs.unused_folder(Path("runs") / f"sweep-{task}")
+    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    options = {key: value for key, value in given.items() if value is not None}
+    specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir)), chosen, options)
+    left = [spec for spec in specs if not RunFolder(spec.out).summary.exists()]
+    outcomes = sweeps.train(left, _watch)
+    for spec, outcome in zip(left, outcomes, strict=True):
+        if isinstance(outcome, DivergedError):
+            errors.print(f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {outcome}", highlight=False)
+    summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
+    console.print(summary_table(summaries))
+    (chosen / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+    console.print(f"{chosen / 'table.md'}", highlight=False)
+
+
+def _watch(group: list[sweeps.Spec], rounds: int) -> RunProgress:
+    """One bar for specs that train together."""
+    label = group[0].label if len(group) == 1 else f"{group[0].algorithm} × {len(group)}"
+    return RunProgress(console, label, rounds)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SettingError(f"--seeds takes whole numbers separated by commas, got {text!r}") from error
 
 
 @app.command()

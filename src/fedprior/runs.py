@@ -13,7 +13,8 @@ from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint
-from fedprior.simulate.folder import RunFolder, checksum
+from fedprior.simulate.folder import Record, RunFolder, checksum
+from fedprior.simulate.round import Simulation
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
@@ -41,13 +42,32 @@ def run(
     if isinstance(algorithm, str):
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
     chosen = run_settings({**task.defaults, **settings}, task)
+    job = start_job(task, algorithm, chosen, out, label)
+    job.progress = progress
+    return _one(drive([job]))
+
+
+def start_job(
+    task: Task, algorithm: Algorithm, settings: Settings, out: Path | str | None = None, label: str | None = None
+) -> Job:
+    """A run before its first round, its folder made."""
     label = label or algorithm.name
-    sim = build(algorithm, task.network, task.data, chosen)
-    about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": chosen.seed}
+    sim = build(algorithm, task.network, task.data, settings)
+    about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     folder = RunFolder(Path(out)) if out is not None else None
     if folder:
-        folder.create(_config(task, algorithm, chosen, label))
-    return _one(drive([Job(sim, chosen, about, folder, [], progress)]))
+        folder.create(_config(task, algorithm, settings, label))
+    return Job(sim, settings, about, folder)
+
+
+def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
+    """A run where its folder says it is: at the start, or at its last checkpoint."""
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        return start_job(task, algorithm, settings, out, label)
+    about, kept, _, _ = read_config(folder)
+    sim = build(algorithm, task.network, task.data, kept)
+    return Job(sim, kept, {**about, "seed": kept.seed}, folder, _catch_up(folder, sim))
 
 
 def resume(
@@ -70,10 +90,15 @@ def resume(
             )
         algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
     sim = build(algorithm, task.network, task.data, chosen)
+    records = _catch_up(folder, sim)
+    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)]))
+
+
+def _catch_up(folder: RunFolder, sim: Simulation) -> list[Record]:
+    """Put a simulation where its checkpoint left it, and return the records up to there."""
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    records = folder.truncate(sim.round, expected)
-    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)]))
+    return folder.truncate(sim.round, expected)
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:

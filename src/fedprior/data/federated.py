@@ -3,12 +3,14 @@
 A client costs two slices of an index array, so a hundred thousand of them cost no more than their examples.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedprior.errors import DataError
 
@@ -125,14 +127,28 @@ class FederatedData:
         return len(self.train)
 
     def to(self, device: torch.device | str) -> "FederatedData":
-        """The same data resident on a device."""
-        move = {name: getattr(self, name).to(device) for name in ("x", "y", "test_x", "test_y")}
+        """The same data resident on a device; partitions of the same examples share one copy."""
+        names = ("x", "y", "test_x", "test_y")
+        move: dict[str, Any] = {name: _resident(getattr(self, name), torch.device(device)) for name in names}
         return replace(
             self,
             **move,
             train=Shards(self.train.rows.to(device), self.train.offsets),
             test=Shards(self.test.rows.to(device), self.test.offsets),
         )
+
+
+_RESIDENT: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
+
+
+def _resident(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device, copied there once for as long as the original lives."""
+    if values.device == device or device.type == "cpu":
+        return values.to(device)
+    copies = _RESIDENT.setdefault(values, {})
+    if str(device) not in copies:
+        copies[str(device)] = values.to(device)
+    return copies[str(device)]
 
 
 def _check_client(client: int, parts: ClientData, first: ClientData) -> None:

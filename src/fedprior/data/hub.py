@@ -32,6 +32,8 @@ CIFAR100 = Source("uoft-cs/cifar100", "img", {"label": "fine_label", "coarse": "
 MNIST = Source("ylecun/mnist", "image", {"label": "label"})
 FEMNIST = Source("flwrlabs/femnist", "image", {"label": "character", "writer": "writer_id"}, ("train",))
 
+SOURCES = {source.repository: source for source in (CIFAR10, CIFAR100, MNIST, FEMNIST)}
+
 Arrays = dict[str, np.ndarray]
 """`train_image`, `train_label`, `test_image`, …"""
 

@@ -92,6 +92,16 @@ class RunFolder:
         write_atomically(self.rounds, text.encode())
         return records
 
+    def read_summary(self) -> Record:
+        """The summary of a finished run."""
+        try:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise RunError(f"{self.summary} cannot be read: {error}") from error
+        if not isinstance(summary, dict):
+            raise RunError(f"{self.summary} is damaged: it is not a summary")
+        return summary
+
     def finish(self, summary: Record, model: Params) -> None:
         """The end of a run."""
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in model.items()}

@@ -5,6 +5,7 @@ task's options. With `validation` a part of the training set takes the place of 
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,7 @@ def cifar10(
     validation: bool = False,
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
-    arrays = hub.load(hub.CIFAR10, data_dir)
-    images, _ = _split(arrays, validation)
+    images, _ = _load(hub.CIFAR10.repository, data_dir, validation)
     return _image_task(
         "cifar10",
         images,
@@ -84,12 +84,7 @@ def cifar100(
     validation: bool = False,
 ) -> Task:
     """ResNet20 with GroupNorm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
-    arrays = hub.load(hub.CIFAR100, data_dir)
-    images, rows = _split(arrays, validation)
-    coarse, test_coarse = (
-        arrays["train_coarse"][rows[0]],
-        arrays["train_coarse" if validation else "test_coarse"][rows[1]],
-    )
+    images, (coarse, test_coarse) = _load(hub.CIFAR100.repository, data_dir, validation)
     return _image_task(
         "cifar100",
         images,
@@ -111,14 +106,12 @@ def femnist(
     seed: int, *, test_fraction: float = 0.1, init: str = "default", data_dir: str = "", validation: bool = False
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
-    arrays = hub.load(hub.FEMNIST, data_dir)
-    train, test = by_writer(arrays["train_writer"], seed, test_fraction)
+    x, y, owners = _load_femnist(data_dir)
+    train, test = by_writer(owners, seed, test_fraction)
     if validation:  # a second split of each writer's training examples
         writers = np.concatenate([np.full(len(rows), writer) for writer, rows in enumerate(train)])
         everything = np.concatenate(train)
         train, test = ([everything[rows] for rows in part] for part in by_writer(writers, seed, test_fraction))
-    x, _ = normalise(arrays["train_image"], arrays["train_image"][:1])
-    y = arrays["train_label"].astype(np.int64)
     return _image_task(
         "femnist",
         Images(x, y, x, y),
@@ -139,8 +132,7 @@ def mnist_scaffold(
     seed: int, *, clients: int = 100, init: str = "default", data_dir: str = "", validation: bool = False
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
-    arrays = hub.load(hub.MNIST, data_dir)
-    images, _ = _split(arrays, validation)
+    images, _ = _load(hub.MNIST.repository, data_dir, validation)
     return _image_task(
         "mnist-scaffold",
         images,
@@ -162,8 +154,13 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
-def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
-    """Training and test images, and which rows they are; for validation both come from the training set."""
+@lru_cache(maxsize=2)
+def _load(repository: str, data_dir: str, validation: bool) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
+    """Training and test images and, where there are any, their coarse labels. Kept, so that runs share one copy.
+
+    For validation both come from the training set.
+    """
+    arrays = hub.load(hub.SOURCES[repository], data_dir)
     count = len(arrays["train_label"])
     order = np.random.RandomState(0).permutation(count) if validation else np.arange(count)
     held = round(HELD_OUT * count) if validation else 0
@@ -172,7 +169,16 @@ def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarr
     rows = other if validation else np.arange(len(arrays["test_label"]))
     x, test_x = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
     labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))
-    return Images(x, labels[0], test_x, labels[1]), (kept, rows)
+    coarse = [arrays.get(f"{split}_coarse", arrays[f"{split}_label"]) for split in ("train", test)]
+    return Images(x, labels[0], test_x, labels[1]), (coarse[0][kept], coarse[1][rows])
+
+
+@lru_cache(maxsize=1)
+def _load_femnist(data_dir: str) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """Images, characters and writers."""
+    arrays = hub.load(hub.FEMNIST, data_dir)
+    x, _ = normalise(arrays["train_image"], arrays["train_image"][:1])
+    return x, arrays["train_label"].astype(np.int64), arrays["train_writer"]
 
 
 def _image_task(

@@ -1,0 +1,140 @@
+"""Many runs: those that differ only in seed and in scalar settings of the prior train together where there is a GPU."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedprior import runs
+from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.em import Algorithm
+from fedprior.errors import DivergedError, SettingError
+from fedprior.settings import plain
+from fedprior.simulate.engine import mode_of
+from fedprior.simulate.run import Job, Progress, Result, Settings, drive
+from fedprior.tasks import Task
+from fedprior.tasks import task as named_task
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run, in plain settings: enough to start it, to find it on disk, and to go on with it."""
+
+    task: str
+    algorithm: str
+    out: Path
+    seed: int = 0
+    label: str = ""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+Outcome = Result | DivergedError
+Watch = Callable[[list[Spec], int], AbstractContextManager[Progress | None]]
+"""What shows the progress of specs that train together for so many rounds; it is fed the records of the first."""
+
+
+def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
+    """Train every spec, from its checkpoint where it has one; outcomes are in the order of the specs."""
+    tasks: dict[str, Task] = {}
+    built = [_build(spec, tasks) for spec in specs]
+    outcomes: dict[int, Outcome] = {}
+    for places in _mates(specs, built):
+        group = [specs[place] for place in places]
+        with (watch or _quiet)(group, built[places[0]][2].rounds) as progress:
+            jobs = [runs.open_job(*built[place], specs[place].out, specs[place].label) for place in places]
+            jobs[0].progress = progress
+            outcomes |= dict(zip(places, _drive(jobs), strict=True))
+    return [outcomes[place] for place in range(len(specs))]
+
+
+def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | None]:
+    return nullcontext()
+
+
+def _build(spec: Spec, tasks: dict[str, Task]) -> tuple[Task, Algorithm, Settings]:
+    """A spec's task, algorithm and settings; specs of one task and seed share the task."""
+    key = repr((spec.task, spec.seed, sorted(spec.task_options.items())))
+    if key not in tasks:
+        tasks[key] = named_task(spec.task, seed=spec.seed, **spec.task_options)
+    task = tasks[key]
+    given = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
+    algorithm = named_algorithm(spec.algorithm, task.network, **given)
+    settings = runs.run_settings({**task.defaults, **spec.run, "seed": spec.seed}, task)
+    return task, algorithm, settings
+
+
+def _mates(specs: Sequence[Spec], built: Sequence[tuple[Task, Algorithm, Settings]]) -> list[list[int]]:
+    """The places of specs that may train together."""
+    groups: dict[str, list[int]] = {}
+    for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):
+        fixed = {key: plain(v) for key, v in algorithm.settings.items() if key not in algorithm.prior.scalars}
+        alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), id(task.data.x)]
+        groups.setdefault(json.dumps(alike, default=str), []).append(place)
+    return list(groups.values())
+
+
+def _drive(jobs: list[Job]) -> list[Outcome]:
+    """Together where the mode allows it and the runs are equally far, else one after the other."""
+    settings, first = jobs[0].settings, jobs[0].simulation
+    even = len({job.simulation.round for job in jobs}) == 1
+    if mode_of(settings.mode, settings.wire, first) != "in-turn" and even:
+        return drive(jobs)
+    return [outcome for job in jobs for outcome in drive([job])]
+
+
+def plan(
+    task: str,
+    algorithm: str,
+    seeds: Sequence[int],
+    settings: Mapping[str, str],
+    out: Path,
+    options: Mapping[str, Any],
+) -> list[Spec]:
+    """One spec for each combination of the settings' values and each seed; `options` are of the run."""
+    varied = [key for key, text in settings.items() if len(_values(text)) > 1]
+    specs = []
+    for chosen in grid(settings):
+        for_run, for_task, for_algorithm = runs.sort_settings(chosen, task, [algorithm])
+        setting = ",".join(f"{key}={chosen[key]}" for key in varied)
+        for seed in seeds:
+            specs.append(
+                Spec(
+                    task=task,
+                    algorithm=algorithm,
+                    out=out / (setting.replace("/", "_") or algorithm) / f"seed-{seed}",
+                    seed=seed,
+                    label=f"{algorithm} {setting}".strip(),
+                    run={**options, **for_run},
+                    task_options=for_task,
+                    algorithm_settings=for_algorithm[algorithm],
+                )
+            )
+    return specs
+
+
+def grid(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Every combination of the values that are separated by commas: `{"lambda0": "1e-6,1e-5"}` gives two."""
+    choices = {key: _values(text) for key, text in settings.items()}
+    for combination in itertools.product(*choices.values()):
+        yield dict(zip(choices, combination, strict=True))
+
+
+def _values(text: str) -> list[str]:
+    """Split at commas, but not at those inside brackets: Adam(lr=0.1, eps=1e-3) is one value."""
+    values, depth, current = [], 0, ""
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            values.append(current.strip())
+            current = ""
+        else:
+            current += character
+    values.append(current.strip())
+    if not all(values):
+        raise SettingError(f"an empty value in {text!r}")
+    return values
