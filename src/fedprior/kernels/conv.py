@@ -31,6 +31,8 @@ class Tile:
     stages: int = 3
     swap: bool = False
     """Whether positions (or taps × channels) are the rows of the tensor cores' product."""
+    unroll: bool = False
+    """Whether the steps over taps × channels are written out, which turns the taps into constants."""
     splits: int = 1
     """Shares of the positions, in the weights' gradient only."""
 
@@ -63,9 +65,7 @@ class Geometry:
     @staticmethod
     def of(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> "Geometry":
         """From the input's and the weights' shapes."""
-        return Geometry(
-            weight.shape[2], weight.shape[1], tuple(x.shape[3:]), tuple(weight.shape[3:]), stride, padding
-        )
+        return Geometry(weight.shape[2], weight.shape[1], tuple(x.shape[3:]), tuple(weight.shape[3:]), stride, padding)
 
 
 def choose(channels: int, outputs: int, taps: int, positions: int, clients: int) -> Tile:
@@ -74,7 +74,8 @@ def choose(channels: int, outputs: int, taps: int, positions: int, clients: int)
     depth = next((d for d in (32, 16) if channels % d == 0), min(32, power(channels * taps)))
     tiles = cdiv(outputs, rows) * clients
     block = next((b for b in (128, 64) if cdiv(positions, b) * tiles >= PROGRAMS // 2), 32)
-    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2)
+    unroll = channels % depth != 0 and cdiv(channels * taps, depth) <= 8
+    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, unroll=unroll)
 
 
 def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Tile:
@@ -122,7 +123,6 @@ def _contract(
     positions = images * prod(to)
     bias = None if bias is None else strided(bias)
     grid = (cdiv(positions, tile.positions), cdiv(channels, tile.outputs), clients)
-    steps = cdiv(source.shape[2] * prod(g.kernel), tile.depth)
     with target(source):
         contract_kernel[grid](
             source,
@@ -143,7 +143,7 @@ def _contract(
             BIAS=bias is not None,
             PRECISION=precision(),
             SWAP=tile.swap,
-            UNROLL=steps <= 8 and source.shape[2] % tile.depth != 0,
+            UNROLL=tile.unroll,
             BO=tile.outputs,
             BM=tile.positions,
             BK=tile.depth,

@@ -110,8 +110,4 @@ class WeightGradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, grad: Tensor, *rest: Any) -> Any:
         n = info.batch_size
         weight, bias = WeightGradient.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], grad), *rest)
-        return (unfold(n, weight), unfold(n, bias) if bias.numel() else bias.new_empty(n, *_rest(bias, n))), 0
-
-
-def _rest(bias: Tensor, size: int) -> tuple[int, int]:
-    return bias.shape[0] // size, 0
+        return (unfold(n, weight), unfold(n, bias)), (0, 0)

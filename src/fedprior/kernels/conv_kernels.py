@@ -35,23 +35,23 @@ def _contract(
 ):
     """One block of the summed index: gathers `BK` × positions, loads channels × `BK`, multiplies."""
     K: tl.constexpr = KH * KW * C
-    lane = tl.arange(0, BK)
+    lane = tl.arange(0, BK)[None, :]
+    # Positions come first in every gathered block: where Triton cannot tell which index is contiguous, it puts
+    # neighbouring threads along the first, and neighbouring positions are what lies together in memory.
     if C % BK == 0:  # one tap: bounds and addresses depend on the position only
-        tap = k0 // C
+        tap = k0 // C + tl.zeros([1, 1], tl.int32)
         first = k0 % C
-        taps = tap + tl.zeros([1, 1], tl.int32)
-        channel = lane[:, None]
+        channel = lane
     else:
-        k = k0 + lane
+        tap = (k0 + lane) // C
         first = 0
-        taps = (k // C)[:, None]
-        channel = (k % C)[:, None]
-    kh = taps // KW
-    kw = taps % KW
+        channel = (k0 + lane) % C
+    kh = tap // KW
+    kw = tap % KW
     if TRANSPOSED:
-        up = row[None, :] - kh
-        left = col[None, :] - kw
-        ok = inside[None, :] & (up >= 0) & (left >= 0)
+        up = row[:, None] - kh
+        left = col[:, None] - kw
+        ok = inside[:, None] & (up >= 0) & (left >= 0)
         if SH > 1:
             ok = ok & (up % SH == 0)
             up = up // SH
@@ -60,28 +60,25 @@ def _contract(
             left = left // SW
         ok = ok & (up < H) & (left < W)
     else:
-        up = row[None, :] + kh
-        left = col[None, :] + kw
-        ok = inside[None, :]
+        up = row[:, None] + kh
+        left = col[:, None] + kw
+        ok = inside[:, None]
         if PADDED:
             ok = ok & (up.to(tl.uint32) < H) & (left.to(tl.uint32) < W)
-    if K % BK != 0:
-        ok = ok & ((k0 + lane) < K)[:, None]
-    at = images[None, :] + (up * W + left + first * (H * W))
-    source = tl.load(at + channel * (H * W), mask=ok, other=0.0)
-
     known = (o < O)[:, None]
     if K % BK != 0:
-        known = known & ((k0 + lane) < K)[None, :]
+        ok = ok & (k0 + lane < K)
+        known = known & (k0 + lane < K)
+    at = images[:, None] + (up * W + left + first * (H * W))
+    source = tl.load(at + channel * (H * W), mask=ok, other=0.0)
     if TRANSPOSED:
-        channels = tl.trans(first + channel)
-        w = tl.load(weight + (channels * (KH * KW * O) + tl.trans(taps) * O) + o[:, None], mask=known, other=0.0)
+        w = tl.load(weight + ((first + channel) * (KH * KW * O) + tap * O) + o[:, None], mask=known, other=0.0)
     else:
-        w = tl.load(weight + o[:, None] * K + (k0 + lane)[None, :], mask=known, other=0.0)
+        w = tl.load(weight + o[:, None] * K + (k0 + lane), mask=known, other=0.0)
     if SWAP:
-        acc = tl.dot(tl.trans(source), tl.trans(w), acc, input_precision=PRECISION)
+        acc = tl.dot(source, tl.trans(w), acc, input_precision=PRECISION)
     else:
-        acc = tl.dot(w, source, acc, input_precision=PRECISION)
+        acc = tl.dot(w, tl.trans(source), acc, input_precision=PRECISION)
     return acc
 
 
@@ -204,7 +201,7 @@ def weight_kernel(
     else:
         acc = tl.zeros((BO, BK), tl.float32)
     if BIAS:
-        total = tl.zeros((BO, BM), tl.float32)
+        total = tl.zeros((BM, BO), tl.float32)
     for m0 in range(start, end, BM):
         m = m0 + tl.arange(0, BM)
         inside = m < end
@@ -212,19 +209,19 @@ def weight_kernel(
         place = m % (OH * OW)
         row = place // OW * SH - PH
         col = place % OW * SW - PW
-        at = grad + (image * (O * OH * OW) + place)[None, :] + o[:, None] * (OH * OW)
-        g = tl.load(at, mask=(o < O)[:, None] & inside[None, :], other=0.0)
-        ok = (k < K)[:, None] & inside[None, :]
+        at = grad + (image * (O * OH * OW) + place)[:, None] + o[None, :] * (OH * OW)
+        g = tl.load(at, mask=(o < O)[None, :] & inside[:, None], other=0.0)
+        ok = (k < K)[None, :] & inside[:, None]
         if PH + PW > 0:
-            up = (row[None, :] + kh[:, None]).to(tl.uint32)
-            left = (col[None, :] + kw[:, None]).to(tl.uint32)
+            up = (row[:, None] + kh[None, :]).to(tl.uint32)
+            left = (col[:, None] + kw[None, :]).to(tl.uint32)
             ok = ok & (up < H) & (left < W)
-        at = x + (image * (C * H * W) + row * W + col)[None, :] + offset[:, None]
+        at = x + (image * (C * H * W) + row * W + col)[:, None] + offset[None, :]
         source = tl.load(at, mask=ok, other=0.0)
         if SWAP:
-            acc = tl.dot(source, tl.trans(g), acc, input_precision=PRECISION)
+            acc = tl.dot(tl.trans(source), g, acc, input_precision=PRECISION)
         else:
-            acc = tl.dot(g, tl.trans(source), acc, input_precision=PRECISION)
+            acc = tl.dot(tl.trans(g), source, acc, input_precision=PRECISION)
         if BIAS:
             total += g
     if SWAP:
@@ -232,7 +229,7 @@ def weight_kernel(
     partial += (client * SPLITS + tl.program_id(1)) * SIZE
     tl.store(partial + o[:, None] * K + k[None, :], acc, mask=(o < O)[:, None] & (k < K)[None, :])
     if BIAS:
-        whole = tl.sum(total, axis=1)
+        whole = tl.sum(total, axis=0)
         if k_tile == 0:
             tl.store(partial + O * K + o, whole, mask=o < O)
 

@@ -1,6 +1,7 @@
 """What every kernel's launch needs."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,18 @@ def target(x: Tensor) -> AbstractContextManager[object]:
 def fold(size: int, dim: int | None, x: Tensor) -> Tensor:
     """`vmap`'s dimension folded into the clients' in front: (size · clients, ...)."""
     front = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0).expand(size, *x.shape)
-    return front.reshape(size * x.shape[0 if dim is None or dim > 0 else 1], *front.shape[2:])
+    folded: Tensor = front.flatten(0, 1)
+    return folded
 
 
 def unfold(size: int, x: Tensor) -> Tensor:
     """The inverse: `vmap`'s dimension in front."""
-    return x.unflatten(0, (size, -1))
+    return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """One size for rows and columns, or one for each."""
+    if isinstance(value, int):
+        return value, value
+    rows, columns = value if len(value) == 2 else (value[0], value[0])
+    return int(rows), int(columns)
