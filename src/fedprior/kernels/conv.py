@@ -65,7 +65,9 @@ class Geometry:
     @staticmethod
     def of(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> "Geometry":
         """From the input's and the weights' shapes."""
-        return Geometry(weight.shape[2], weight.shape[1], tuple(x.shape[3:]), tuple(weight.shape[3:]), stride, padding)
+        rows, columns = x.shape[3:]
+        _, outputs, inputs, high, wide = weight.shape
+        return Geometry(inputs, outputs, (rows, columns), (high, wide), stride, padding)
 
 
 def choose(channels: int, outputs: int, taps: int, positions: int, clients: int) -> Tile:

@@ -1,5 +1,6 @@
 """Routing a model's own calls to the batched kernels: nothing in the user's `nn.Module` changes."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,18 +32,20 @@ def batched(x: Tensor) -> bool:
 class BatchedKernels(TorchFunctionMode):
     """Sends convolutions, group norms and 2×2 pools of a vectorised cohort to the kernels, all else to torch.
 
-    `force` also takes tensors that are not on a GPU, for Triton's interpreter.
+    `force` also takes tensors that are not on a GPU, for Triton's interpreter; `routes` names the functions to take
+    over, all that have a kernel unless told.
     """
 
-    def __init__(self, force: bool = False) -> None:
+    def __init__(self, force: bool = False, routes: Mapping[Any, Any] | None = None) -> None:
         super().__init__()
         self.force = force
+        self.routes = ROUTES if routes is None else routes
         self.routed = 0
         """How many calls went to a kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        route = ROUTES.get(func)
+        route = self.routes.get(func)
         out = route(self, *args, **kwargs) if route else NotImplemented
         if out is NotImplemented:
             return func(*args, **kwargs)
@@ -79,5 +82,28 @@ class BatchedKernels(TorchFunctionMode):
 
         return conv2d(input, weight, bias, stride, padding)
 
+    def group_norm(
+        self,
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> Any:
+        """The route of `group_norm`."""
+        from fedprior.kernels.group_norm import fits, group_norm
 
-ROUTES: dict[Any, Any] = {torch.conv2d: BatchedKernels.conv2d, F.conv2d: BatchedKernels.conv2d}
+        if (weight is None) != (bias is None) or not batched(input) or not fits(input, num_groups):
+            return NotImplemented
+        if not self.takes(input, weight, bias):
+            return NotImplemented
+        return group_norm(input, num_groups, weight, bias, eps)
+
+
+ROUTES: dict[Any, Any] = {
+    torch.conv2d: BatchedKernels.conv2d,
+    F.conv2d: BatchedKernels.conv2d,
+    torch.group_norm: BatchedKernels.group_norm,
+    F.group_norm: BatchedKernels.group_norm,
+}
