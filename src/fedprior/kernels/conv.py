@@ -1,0 +1,212 @@
+"""Launching the batched convolution: shapes, tile sizes, and the three products a training step needs.
+
+All tensors carry the clients in front: inputs (clients, images, channels, rows, columns), weights (clients, outputs,
+inputs, rows, columns), biases (clients, outputs).
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from fedprior.kernels.launch import cdiv, power, precision, strided, target
+
+Pair = tuple[int, int]
+
+PROGRAMS = 528
+"""How many programs keep a large GPU busy: four on each of 132 multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program's work is cut; all sizes are powers of two, at least 16."""
+
+    outputs: int
+    """Output channels (of the weights, in the weights' gradient)."""
+    positions: int
+    """Image positions."""
+    depth: int
+    """Taps × channels: summed over, or rows of the weights' gradient."""
+    warps: int = 4
+    stages: int = 3
+    swap: bool = False
+    """Whether positions (or taps × channels) are the rows of the tensor cores' product."""
+    unroll: bool = False
+    """Whether the steps over taps × channels are written out, which turns the taps into constants."""
+    splits: int = 1
+    """Shares of the positions, in the weights' gradient only."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution's sizes, without clients and images."""
+
+    inputs: int
+    outputs: int
+    size: Pair
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+    @property
+    def out_size(self) -> Pair:
+        """Rows and columns of the output."""
+        rows, columns = (
+            (n + 2 * p - k) // s + 1
+            for n, k, s, p in zip(self.size, self.kernel, self.stride, self.padding, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def depth(self) -> int:
+        """Weights of one output channel."""
+        return self.inputs * prod(self.kernel)
+
+    @staticmethod
+    def of(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> "Geometry":
+        """From the input's and the weights' shapes."""
+        rows, columns = x.shape[3:]
+        _, outputs, inputs, high, wide = weight.shape
+        return Geometry(inputs, outputs, (rows, columns), (high, wide), stride, padding)
+
+
+def choose(channels: int, outputs: int, taps: int, positions: int, clients: int) -> Tile:
+    """Tile of the convolution (or its transpose, with the two channel numbers swapped)."""
+    rows = min(64, power(outputs))
+    depth = next((d for d in (32, 16) if channels % d == 0), min(32, power(channels * taps)))
+    tiles = cdiv(outputs, rows) * clients
+    block = next((b for b in (128, 64) if cdiv(positions, b) * tiles >= PROGRAMS // 2), 32)
+    unroll = channels % depth != 0 and cdiv(channels * taps, depth) <= 8
+    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, unroll=unroll)
+
+
+def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Tile:
+    """Tile of the weights' gradient."""
+    rows, block, step = min(64, power(outputs)), min(128, power(depth)), 32
+    tiles = cdiv(outputs, rows) * cdiv(depth, block) * clients
+    splits = 1
+    while splits < 64 and tiles * splits < PROGRAMS and positions >= 2 * splits * 4 * step:
+        splits *= 2
+    return Tile(rows, step, block, swap=rows < 64 <= block, splits=splits)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, tile: Tile | None = None
+) -> Tensor:
+    """The convolution."""
+    g = Geometry.of(x, weight, stride, padding)
+    out = x.new_empty(*x.shape[:2], g.outputs, *g.out_size)
+    positions = x.shape[1] * prod(g.out_size)
+    tile = tile or choose(g.inputs, g.outputs, prod(g.kernel), positions, x.shape[0])
+    _contract(x, weight, bias, out, g, tile, transposed=False)
+    return out
+
+
+def grad_input(
+    grad: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair, tile: Tile | None = None
+) -> Tensor:
+    """The gradient for the input, of so many rows and columns: the transposed convolution."""
+    out = grad.new_empty(*grad.shape[:2], weight.shape[2], *size)
+    g = Geometry.of(out, weight, stride, padding)
+    positions = out.shape[1] * prod(size)
+    tile = tile or choose(g.outputs, g.inputs, prod(g.kernel), positions, grad.shape[0])
+    _contract(grad, weight, None, out, g, tile, transposed=True)
+    return out
+
+
+def _contract(
+    source: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, g: Geometry, tile: Tile, transposed: bool
+) -> None:
+    from fedprior.kernels.conv_kernels import contract_kernel
+
+    # Channels last: a block of channels at one tap lies together.
+    source, weight = strided(source), weight.permute(0, 1, 3, 4, 2).contiguous()
+    clients, images, channels, *to = out.shape
+    positions = images * prod(to)
+    bias = None if bias is None else strided(bias)
+    grid = (cdiv(positions, tile.positions), cdiv(channels, tile.outputs), clients)
+    with target(source):
+        contract_kernel[grid](
+            source,
+            weight,
+            source if bias is None else bias,
+            out,
+            source.stride(0),
+            weight.stride(0),
+            0 if bias is None else bias.stride(0),
+            positions,
+            *source.shape[2:],
+            channels,
+            *to,
+            *g.kernel,
+            *g.stride,
+            *g.padding,
+            TRANSPOSED=transposed,
+            BIAS=bias is not None,
+            PRECISION=precision(),
+            SWAP=tile.swap,
+            UNROLL=tile.unroll,
+            BO=tile.outputs,
+            BM=tile.positions,
+            BK=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def grad_weight(
+    x: Tensor, grad: Tensor, kernel: Pair, stride: Pair, padding: Pair, bias: bool, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients for the weights and for the bias (empty if there is none)."""
+    from fedprior.kernels.conv_kernels import reduce_kernel, weight_kernel
+
+    x, grad = strided(x), strided(grad)
+    clients, images, outputs, *to = grad.shape
+    inputs, positions = x.shape[2], images * prod(to)
+    depth = inputs * prod(kernel)
+    tile = tile or choose_weight(outputs, depth, positions, clients)
+    weight = x.new_empty(clients, outputs, inputs, *kernel)
+    total = x.new_empty(clients, outputs if bias else 0)
+    size = outputs * (depth + bias)
+    partial = x.new_empty(clients, tile.splits, size)
+    share = cdiv(cdiv(positions, tile.splits), tile.positions) * tile.positions
+    grid = (cdiv(depth, tile.depth) * cdiv(outputs, tile.outputs), tile.splits, clients)
+    with target(x):
+        weight_kernel[grid](
+            x,
+            grad,
+            partial,
+            x.stride(0),
+            grad.stride(0),
+            positions,
+            share,
+            *x.shape[2:],
+            outputs,
+            *to,
+            *kernel,
+            *stride,
+            *padding,
+            BIAS=bias,
+            PRECISION=precision(),
+            SWAP=tile.swap,
+            SPLITS=tile.splits,
+            BO=tile.outputs,
+            BM=tile.positions,
+            BK=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        block = max(32, 4096 // tile.splits) if tile.splits > 4 else 512
+        reduce_kernel[(cdiv(size, block), clients)](
+            partial,
+            weight,
+            total if bias else weight,
+            inputs,
+            outputs,
+            prod(kernel),
+            BIAS=bias,
+            SPLITS=tile.splits,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return weight, total

@@ -1,0 +1,113 @@
+"""The batched convolution as differentiable functions that `torch.func` can batch and differentiate again.
+
+Under `vmap` the batch dimension folds into the clients' dimension, so any nesting of `vmap` and `grad` ends in one
+launch. A gradient that nobody asks for (the first layer's input) is not computed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprior.kernels import conv
+from fedprior.kernels.conv import Pair
+from fedprior.kernels.launch import fold, unfold
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """`torch.nn.functional.conv2d` for inputs and weights that `vmap` batches."""
+    lifted = None if bias is None else bias.unsqueeze(0)
+    out: Tensor = Convolution.apply(x.unsqueeze(0), weight.unsqueeze(0), lifted, stride, padding)
+    return out.squeeze(0)
+
+
+class Convolution(torch.autograd.Function):
+    """Inputs and weights to outputs."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+        return conv.forward(x, weight, bias, stride, padding)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias, ctx.stride, ctx.padding = inputs
+        ctx.bias = bias is not None
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = InputGradient.apply(grad, weight, tuple(x.shape[3:]), ctx.stride, ctx.padding)
+        if any(ctx.needs_input_grad[1:3]):
+            dw, db = WeightGradient.apply(x, grad, tuple(weight.shape[3:]), ctx.stride, ctx.padding, ctx.bias)
+        return dx, dw, db if ctx.bias else None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        n = info.batch_size
+        lifted = None if bias is None else fold(n, in_dims[2], bias)
+        out = Convolution.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], weight), lifted, *rest)
+        return unfold(n, out), 0
+
+
+class InputGradient(torch.autograd.Function):
+    """Outputs' gradient and weights to the inputs' gradient: linear in both."""
+
+    @staticmethod
+    def forward(grad: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:
+        return conv.grad_input(grad, weight, size, stride, padding)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        grad, weight, _, ctx.stride, ctx.padding = inputs
+        ctx.save_for_backward(grad, weight)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        grad, weight = ctx.saved_tensors
+        dg = dw = None
+        if ctx.needs_input_grad[0]:
+            dg = Convolution.apply(cotangent, weight, None, ctx.stride, ctx.padding)
+        if ctx.needs_input_grad[1]:
+            kernel = tuple(weight.shape[3:])
+            dw, _ = WeightGradient.apply(cotangent, grad, kernel, ctx.stride, ctx.padding, False)
+        return dg, dw, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, grad: Tensor, weight: Tensor, *rest: Any) -> Any:
+        n = info.batch_size
+        out = InputGradient.apply(fold(n, in_dims[0], grad), fold(n, in_dims[1], weight), *rest)
+        return unfold(n, out), 0
+
+
+class WeightGradient(torch.autograd.Function):
+    """Inputs and outputs' gradient to the weights' and the bias's gradient: linear in both."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, grad: Tensor, kernel: Pair, stride: Pair, padding: Pair, bias: bool
+    ) -> tuple[Tensor, Tensor]:
+        return conv.grad_weight(x, grad, kernel, stride, padding, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, grad, _, ctx.stride, ctx.padding, ctx.bias = inputs
+        ctx.save_for_backward(x, grad)
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor, bias: Tensor) -> Any:
+        x, grad = ctx.saved_tensors
+        dx = dg = None
+        if ctx.needs_input_grad[0]:
+            dx = InputGradient.apply(grad, weight, tuple(x.shape[3:]), ctx.stride, ctx.padding)
+        if ctx.needs_input_grad[1]:
+            dg = Convolution.apply(x, weight, bias if ctx.bias else None, ctx.stride, ctx.padding)
+        return dx, dg, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, grad: Tensor, *rest: Any) -> Any:
+        n = info.batch_size
+        weight, bias = WeightGradient.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], grad), *rest)
+        return (unfold(n, weight), unfold(n, bias)), (0, 0)

@@ -1,0 +1,51 @@
+"""What every kernel's launch needs."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cdiv(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 16: tensor cores take no less."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def precision() -> str:
+    """TF32 products where torch would use them for a convolution, else plain float32."""
+    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def strided(x: Tensor) -> Tensor:
+    """Dense but for the clients' dimension, which may be spread or repeated."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
+def target(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def fold(size: int, dim: int | None, x: Tensor) -> Tensor:
+    """`vmap`'s dimension folded into the clients' in front: (size · clients, ...)."""
+    front = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0).expand(size, *x.shape)
+    return front.flatten(0, 1)
+
+
+def unfold(size: int, x: Tensor) -> Tensor:
+    """The inverse: `vmap`'s dimension in front."""
+    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """One size for rows and columns, or one for each."""
+    if isinstance(value, int):
+        return value, value
+    rows, columns = value if len(value) == 2 else (value[0], value[0])
+    return int(rows), int(columns)

@@ -1,0 +1,162 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.func import functional_call, grad, vmap
+
+from fedprior.kernels import BatchedKernels
+from fedprior.kernels.conv import Tile, forward, grad_input, grad_weight
+
+quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def convolutions(draw):
+    size = st.integers(3, 8)
+    kernel = st.integers(1, 4)
+    pair = lambda s: draw(st.tuples(s, s))  # noqa: E731
+    shape = pair(size)
+    taps = pair(kernel)
+    stride, padding = pair(st.integers(1, 3)), pair(st.integers(0, 2))
+    channels = draw(st.sampled_from([1, 3, 16, 20]))
+    assume(all(n + 2 * p >= k for n, p, k in zip(shape, padding, taps, strict=True)))
+    return channels, draw(st.sampled_from([1, 5, 16, 33])), shape, taps, stride, padding, draw(st.booleans())
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def tensors(case, device, clients=2, images=3):
+    inputs, outputs, shape, taps, stride, padding, bias = case
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients, images, inputs, *shape, generator=generator).to(device)
+    weight = torch.randn(clients, outputs, inputs, *taps, generator=generator).to(device)
+    b = torch.randn(clients, outputs, generator=generator).to(device) if bias else None
+    return x, weight, b, stride, padding
+
+
+def naive(x, weight, bias, stride, padding):
+    """torch's own convolution, client by client, in double precision."""
+    each = range(len(x))
+    return torch.stack([F.conv2d(x[i], weight[i], None if bias is None else bias[i], stride, padding) for i in each])
+
+
+def doubles(*values):
+    return [None if v is None else v.double().requires_grad_() for v in values]
+
+
+@quick
+@given(convolutions())
+def test_three_products_are_torchs(device, case):
+    x, weight, bias, stride, padding = tensors(case, device)
+    leaves = doubles(x, weight, bias)
+    out = naive(*leaves, stride, padding)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    out.backward(g.double())
+    close(forward(x, weight, bias, stride, padding), out.detach().float())
+    close(grad_input(g, weight, x.shape[3:], stride, padding), leaves[0].grad.float())
+    dw, db = grad_weight(x, g, weight.shape[3:], stride, padding, bias is not None)
+    close(dw, leaves[1].grad.float())
+    if bias is not None:
+        close(db, leaves[2].grad.float())
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("depth", [16, 32])
+def test_every_way_to_cut_the_work_is_the_same(device, swap, unroll, depth):
+    x, weight, bias, stride, padding = tensors((16, 24, (7, 6), (3, 3), (2, 1), (1, 1), True), device)
+    leaves = doubles(x, weight, bias)
+    out = naive(*leaves, stride, padding)
+    out.sum().backward()
+    g = torch.ones_like(out).float()
+    tile = Tile(16, 16, depth, swap=swap, unroll=unroll, splits=4)
+    close(forward(x, weight, bias, stride, padding, tile), out.detach().float())
+    close(grad_input(g, weight, x.shape[3:], stride, padding, tile), leaves[0].grad.float())
+    dw, db = grad_weight(x, g, weight.shape[3:], stride, padding, True, tile)
+    close(dw, leaves[1].grad.float())
+    close(db, leaves[2].grad.float())
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(3, 6, 3, padding="same")
+        self.conv2 = torch.nn.Conv2d(6, 4, 3, stride=2, bias=False)
+        self.fc = torch.nn.Linear(4 * 3 * 3, 3)
+
+    def forward(self, x):
+        x = self.conv2(torch.tanh(self.conv1(x)))
+        return self.fc(torch.tanh(x).flatten(1))
+
+
+def clients(device, n=3):
+    torch.manual_seed(0)
+    nets = [Net().to(device) for _ in range(n)]
+    params, _ = torch.func.stack_module_state(nets)
+    return nets[0], {k: v.detach() for k, v in params.items()}
+
+
+def test_gradients_of_a_model_through_the_mode(device):
+    net, params = clients(device)
+    x, y = torch.randn(3, 5, 3, 8, 8, device=device), torch.randint(3, (3, 5), device=device)
+    loss = lambda p, x, y: F.cross_entropy(functional_call(net, p, (x,)), y)  # noqa: E731
+    expected = vmap(grad(loss))(params, x, y)
+    with BatchedKernels(force=True) as mode:
+        ours = vmap(grad(loss))(params, x, y)
+        shared = vmap(grad(loss), (0, None, None))(params, x[0], y[0])
+    assert mode.routed == 4
+    close(ours, expected)
+    close(shared, vmap(grad(loss), (0, None, None))(params, x[0], y[0]))
+
+
+def test_nested_maps_fold_into_one(device):
+    net, params = clients(device, 4)
+    params = {k: v.unflatten(0, (2, 2)) for k, v in params.items()}
+    x, y = torch.randn(2, 2, 3, 8, 8, device=device), torch.randint(3, (2, 2), device=device)
+    loss = lambda p, x, y: F.cross_entropy(functional_call(net, p, (x,)), y)  # noqa: E731
+    twice = vmap(vmap(grad(loss), (0, None, None)), (0, 0, 0))
+    expected = twice(params, x, y)
+    with BatchedKernels(force=True):
+        close(twice(params, x, y), expected)
+
+
+def test_differentiates_twice(device):
+    net, params = clients(device, 2)
+    x = torch.randn(2, 2, 3, 8, 8, device=device)
+
+    def penalty(p, x):
+        slope = grad(lambda p, x: functional_call(net, p, (x,)).square().sum(), (0, 1))(p, x)
+        return sum(v.square().sum() for v in slope[0].values()) + slope[1].square().sum()
+
+    curve = vmap(grad(penalty))
+    expected = curve(params, x)
+    with BatchedKernels(force=True):
+        ours = curve(params, x)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-3 * float(value.abs().max()))
+
+
+def test_the_first_layer_costs_no_input_gradient(device, monkeypatch):
+    net, params = clients(device)
+    asked = []
+    original = grad_input
+    monkeypatch.setattr("fedprior.kernels.conv.grad_input", lambda *a: asked.append(a[1].shape) or original(*a))
+    x = torch.randn(3, 2, 3, 8, 8, device=device)
+    with BatchedKernels(force=True):
+        vmap(grad(lambda p, x: functional_call(net, p, (x,)).sum()))(params, x)
+    assert asked == [(3, 4, 6, 3, 3)]
+
+
+def test_what_the_kernels_are_not_for_goes_to_torch(device):
+    x = torch.randn(2, 3, 4, 6, 6, device=device, dtype=torch.float64)
+    weight = torch.randn(2, 4, 4, 3, 3, device=device, dtype=torch.float64)
+    with BatchedKernels(force=True) as mode:
+        vmap(F.conv2d)(x, weight)
+        vmap(lambda x, w: F.conv2d(x, w, dilation=2))(x.float(), weight.float())
+        vmap(lambda x, w: F.conv2d(x, w, groups=2))(x.float(), weight.float()[:, :, :2])
+        vmap(F.conv2d, (0, None))(x.float(), weight[0].float())
+        F.conv2d(x[0].float(), weight[0].float())
+    assert mode.routed == 0
