@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedprior import keys
+from fedprior import kernels, keys
 from fedprior.trees import Params
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +70,8 @@ class Network:
         # torch's own tie_weights leaves the values of this call in a module that is registered under two names
         # (pytorch#164759), so tied parameters are passed by name.
         tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
-        out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        with kernels.routed(x):
+            out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
         return out
 
 

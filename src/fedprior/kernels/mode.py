@@ -1,6 +1,7 @@
 """Routing a model's own calls to the batched kernels: nothing in the user's `nn.Module` changes."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fedprior.kernels.launch import pair
 
 
+@lru_cache
 def available() -> bool:
     """Whether there is a GPU with TF32 tensor cores and a Triton to compile for it."""
     if torch.version.hip or not torch.cuda.is_available() or find_spec("triton") is None:
