@@ -156,6 +156,8 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
             replace(base, depth=16),
             replace(base, outputs=half),
         ]
+        if channels % 16 == 0:
+            more += [replace(t, last=not t.last) for t in (base, *more[:7])]
         if channels % 64 == 0:
             more += [replace(base, depth=64, stages=2), replace(base, depth=64, swap=True)]
         if channels * taps <= 160:
@@ -164,7 +166,7 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
 
 
 def short(tile: conv.Tile) -> str:
-    flags = "s" * tile.swap + "u" * tile.unroll
+    flags = "s" * tile.swap + "u" * tile.unroll + "l" * tile.last
     return f"{tile.outputs}x{tile.positions}x{tile.depth}/w{tile.warps}/p{tile.stages}/k{tile.splits}{flags}"
 
 
