@@ -36,6 +36,10 @@ from fedprior.kernels.mode import ROUTES  # noqa: E402
 from fedprior.models.lenet5 import LeNet5  # noqa: E402
 from fedprior.models.resnet20 import ResNet20  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PATIENCE = 140
+"""Seconds after which only the default tiles are still measured."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -64,11 +68,11 @@ class Shape:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         torch.manual_seed(0)
-        x = torch.randn(self.clients, self.images, self.inputs, self.side, self.side, device="cuda")
-        weight = torch.randn(self.clients, self.outputs, self.inputs, self.kernel, self.kernel, device="cuda")
-        bias = torch.randn(self.clients, self.outputs, device="cuda") if self.bias else None
+        x = torch.randn(self.clients, self.images, self.inputs, self.side, self.side, device=DEVICE)
+        weight = torch.randn(self.clients, self.outputs, self.inputs, self.kernel, self.kernel, device=DEVICE)
+        bias = torch.randn(self.clients, self.outputs, device=DEVICE) if self.bias else None
         out = (self.side + 2 * self.padding - self.kernel) // self.stride + 1
-        return x, weight, bias, torch.randn(self.clients, self.images, self.outputs, out, out, device="cuda")
+        return x, weight, bias, torch.randn(self.clients, self.images, self.outputs, out, out, device=DEVICE)
 
 
 SHAPES = [
@@ -126,14 +130,12 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
             replace(base, positions=64),
             replace(base, positions=64, swap=not base.swap),
             replace(base, depth=min(64, base.depth)),
-            replace(base, depth=min(64, base.depth), positions=64),
             replace(base, depth=min(64, base.depth), swap=not base.swap, splits=max(1, base.splits // 2)),
             replace(base, splits=min(64, base.splits * 2)),
             replace(base, splits=max(1, base.splits // 2)),
             replace(base, stages=2),
             replace(base, stages=4),
             replace(base, warps=8),
-            replace(base, depth=min(32, base.depth), splits=base.splits),
         ]
     else:
         channels, outputs, side = (shape.inputs, shape.outputs, out)
@@ -156,6 +158,8 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
             replace(base, depth=16),
             replace(base, outputs=half),
         ]
+        if channels % 16 == 0:
+            more += [replace(t, last=not t.last) for t in (base, *more[:3], *more[4:7])]
         if channels % 64 == 0:
             more += [replace(base, depth=64, stages=2), replace(base, depth=64, swap=True)]
         if channels * taps <= 160:
@@ -164,7 +168,7 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
 
 
 def short(tile: conv.Tile) -> str:
-    flags = "s" * tile.swap + "u" * tile.unroll
+    flags = "s" * tile.swap + "u" * tile.unroll + "l" * tile.last
     return f"{tile.outputs}x{tile.positions}x{tile.depth}/w{tile.warps}/p{tile.stages}/k{tile.splits}{flags}"
 
 
@@ -260,9 +264,9 @@ def step(make: Callable[[], nn.Module], clients: int, images: int, mode: Callabl
     torch.manual_seed(0)
     modules = [make() for _ in range(clients)]
     stacked, _ = stack_module_state(modules)
-    params = {k: v.detach().cuda() for k, v in stacked.items()}
-    x, y = torch.randn(clients, images, 3, 32, 32).cuda(), torch.randint(10, (clients, images)).cuda()
-    module = modules[0].cuda()
+    params = {k: v.detach().to(DEVICE) for k, v in stacked.items()}
+    x, y = torch.randn(clients, images, 3, 32, 32).to(DEVICE), torch.randint(10, (clients, images)).to(DEVICE)
+    module = modules[0].to(DEVICE)
     slope = vmap(grad(lambda p, x, y: F.cross_entropy(functional_call(module, p, (x,)), y)))
 
     def work() -> dict[str, Tensor]:
@@ -342,6 +346,7 @@ def main() -> None:
     for (shape, product, tile), failure in zip(jobs, failures, strict=True):
         if failure:
             print(f"  not built: {shape.name} {product} {short(tile)}: {failure}")
+    timed = steps()
     rows = []
     header = (
         f"{'shape':15s} {'product':8s} {'cuDNN':>7s} {'default':>7s} {'best':>7s} TFLOP/s  error  tiles, best first"
@@ -350,6 +355,8 @@ def main() -> None:
     for shape in SHAPES:
         for product in shape.products:
             good = [t for (s, p, t), f in zip(jobs, failures, strict=True) if (s, p) == (shape, product) and not f]
+            if time.time() - began > PATIENCE:
+                good = good[:1]
             try:
                 row = measure(shape, product, good, 3 if shape.clients > 50 else 10)
             except Exception as error:
@@ -364,8 +371,6 @@ def main() -> None:
                 print(f"{shape.name:15s} {product:8s} {row['cudnn']:7.1f} {default:7.1f} {order[0][1]:7.1f} "
                       f"{rate:7.1f}  {row['error']:.0e}  {listed}", flush=True)  # fmt: skip
     print("errors without TF32:", "; ".join(f"{s.name} {e}" for s, e in zip(SHAPES, plain, strict=False)))
-    print(f"steps ({time.time() - began:.0f} s)")
-    timed = steps()
     for label, make, clients, images in (("LeNet-5", lambda: LeNet5(3, 32), 10, 64), ("ResNet20", ResNet20, 10, 20)):
         print(f"  {label}, where the time goes:")
         profile(make, clients, images)

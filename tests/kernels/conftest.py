@@ -11,8 +11,7 @@ def plain_float32(monkeypatch):
     pytest.importorskip("triton", reason="the kernels need Triton, which comes with torch for CUDA")
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
-    for module in ("conv", "launch"):
-        monkeypatch.setattr(f"fedprior.kernels.{module}.precision", lambda: "ieee")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ class Tile:
     """Whether positions (or taps × channels) are the rows of the tensor cores' product."""
     unroll: bool = False
     """Whether the steps over taps × channels are written out, which turns the taps into constants."""
+    last: bool = False
+    """Whether the input is first copied to channels last: traffic once, and a quarter of the loads at every tap."""
     splits: int = 1
     """Shares of the positions, in the weights' gradient only."""
 
@@ -77,7 +79,8 @@ def choose(channels: int, outputs: int, taps: int, positions: int, clients: int)
     tiles = cdiv(outputs, rows) * clients
     block = next((b for b in (128, 64) if cdiv(positions, b) * tiles >= PROGRAMS // 2), 32)
     unroll = channels % depth != 0 and cdiv(channels * taps, depth) <= 8
-    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, unroll=unroll)
+    last = channels % 16 == 0 and (taps >= 16 or (taps >= 9 and channels >= 64))
+    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, unroll=unroll, last=last)
 
 
 def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Tile:
@@ -114,13 +117,32 @@ def grad_input(
     return out
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """(clients, images, channels, rows, columns) to (clients, images, rows · columns, channels): a tap's block."""
+    from fedprior.kernels.conv_kernels import last_kernel
+
+    x = strided(x)
+    clients, images, channels, *size = x.shape
+    places = prod(size)
+    if channels == 1 or places == 1:
+        return x.reshape(clients, images, places, channels).contiguous()
+    out = x.new_empty(clients, images, places, channels)
+    rows, columns = min(32, power(channels)), min(64, power(places))
+    grid = (cdiv(places, columns) * cdiv(channels, rows), images, clients)
+    with target(x):
+        last_kernel[grid](x, out, x.stride(0), channels, places, BC=rows, BS=columns, num_warps=4)
+    return out
+
+
 def _contract(
     source: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, g: Geometry, tile: Tile, transposed: bool
 ) -> None:
     from fedprior.kernels.conv_kernels import contract_kernel
 
-    # Channels last: a block of channels at one tap lies together.
-    source, weight = strided(source), weight.permute(0, 1, 3, 4, 2).contiguous()
+    sizes = source.shape[2:]
+    source, weight = strided(source), channels_last(weight)
+    if tile.last:
+        source = channels_last(source)
     clients, images, channels, *to = out.shape
     positions = images * prod(to)
     bias = None if bias is None else strided(bias)
@@ -135,7 +157,7 @@ def _contract(
             weight.stride(0),
             0 if bias is None else bias.stride(0),
             positions,
-            *source.shape[2:],
+            *sizes,
             channels,
             *to,
             *g.kernel,
@@ -145,6 +167,7 @@ def _contract(
             BIAS=bias is not None,
             PRECISION=precision(),
             SWAP=tile.swap,
+            LAST=tile.last,
             UNROLL=tile.unroll,
             BO=tile.outputs,
             BM=tile.positions,

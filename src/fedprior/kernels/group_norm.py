@@ -75,7 +75,7 @@ def backward(
     strides = grad.stride(0), x.stride(0), w.stride(0)
     with target(x):
         norm_backward_kernel[grid](
-            grad, x, w, means, scales, out, sums if sums.numel() else out, *strides, clients, images,
+            grad, x, w, means, scales, out, sums if sums.numel() else out, *strides, images,
             AFFINE=weight is not None, **sizes,
         )  # fmt: skip
     dw, db = sums.sum(2).unbind(0)

@@ -57,7 +57,7 @@ class BatchedKernels(TorchFunctionMode):
     def takes(self, *tensors: Tensor | None) -> bool:
         """Whether these are what the kernels are for."""
         present = [t for t in tensors if t is not None]
-        return all(t.dtype == torch.float32 and (t.is_cuda or self.force) and t.numel() for t in present)
+        return all(t.dtype == torch.float32 and (t.is_cuda or self.force) and 0 < t.numel() < 2**31 for t in present)
 
     def conv2d(
         self,
@@ -102,10 +102,33 @@ class BatchedKernels(TorchFunctionMode):
             return NotImplemented
         return group_norm(input, num_groups, weight, bias, eps)
 
+    def max_pool2d(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        """The route of `max_pool2d` for 2×2 windows that do not overlap."""
+        moved = pair(stride) if stride is not None and stride != [] else (2, 2)
+        plain = pair(kernel_size) == moved == (2, 2) and pair(padding) == (0, 0) and pair(dilation) == (1, 1)
+        if not plain or ceil_mode or return_indices or not batched(input) or input.dim() not in (3, 4):
+            return NotImplemented
+        if min(input.shape[-2:]) < 2 or not self.takes(input):
+            return NotImplemented
+        from fedprior.kernels.max_pool import max_pool2d
+
+        return max_pool2d(input)
+
 
 ROUTES: dict[Any, Any] = {
     torch.conv2d: BatchedKernels.conv2d,
     F.conv2d: BatchedKernels.conv2d,
     torch.group_norm: BatchedKernels.group_norm,
     F.group_norm: BatchedKernels.group_norm,
+    torch.max_pool2d: BatchedKernels.max_pool2d,
+    F.max_pool2d: BatchedKernels.max_pool2d,
 }
