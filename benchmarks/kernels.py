@@ -135,7 +135,11 @@ def tiles(shape: Shape, product: str) -> list[conv.Tile]:
             replace(base, splits=max(1, base.splits // 2)),
             replace(base, stages=2),
             replace(base, stages=4),
-            replace(base, warps=8),
+            replace(base, outputs=min(32, base.outputs)),
+            replace(base, outputs=min(32, base.outputs), depth=min(64, base.depth), splits=max(1, base.splits // 2)),
+            replace(base, depth=min(64, base.depth), splits=max(1, base.splits // 2)),
+            replace(base, depth=min(64, base.depth), swap=not base.swap),
+            replace(base, positions=64, depth=min(64, base.depth), swap=not base.swap),
         ]
     else:
         channels, outputs, side = (shape.inputs, shape.outputs, out)
@@ -219,7 +223,8 @@ def measure(shape: Shape, product: str, candidates: list[conv.Tile], calls: int)
     row["cudnn"] = graphed(lambda: theirs(shape, product, data), calls, 10)
     for tile in candidates:
         try:
-            error = relative(ours(shape, product, data, tile)[-2:], reference)
+            # Several times: a race between threads need not show at once.
+            error = max(relative(ours(shape, product, data, tile)[-2:], reference) for _ in range(6))
             row.setdefault("error", error)
             if not error < 3e-3:
                 print(f"  WRONG {shape.name} {product} {short(tile)}: {error:.1e}")

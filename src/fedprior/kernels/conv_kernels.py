@@ -194,7 +194,6 @@ def weight_kernel(
     SW: tl.constexpr,
     PH: tl.constexpr,
     PW: tl.constexpr,
-    BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     SWAP: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -205,7 +204,7 @@ def weight_kernel(
     """The weights' gradient over one share of the positions, into a buffer of its own: no atomics, one fixed order."""
     K: tl.constexpr = KH * KW * C
     TILES: tl.constexpr = (K + BK - 1) // BK
-    SIZE: tl.constexpr = O * K + (O if BIAS else 0)
+    SIZE: tl.constexpr = O * K
     client = tl.program_id(2).to(tl.int64)
     k_tile = tl.program_id(0) % TILES
     k = k_tile * BK + tl.arange(0, BK)
@@ -222,8 +221,6 @@ def weight_kernel(
         acc = tl.zeros((BK, BO), tl.float32)
     else:
         acc = tl.zeros((BO, BK), tl.float32)
-    if BIAS:
-        total = tl.zeros((BM, BO), tl.float32)
     for m0 in range(start, end, BM):
         m = m0 + tl.arange(0, BM)
         inside = m < end
@@ -244,40 +241,30 @@ def weight_kernel(
             acc = tl.dot(tl.trans(source), g, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(tl.trans(g), source, acc, input_precision=PRECISION)
-        if BIAS:
-            total += g
     if SWAP:
         acc = tl.trans(acc)
     partial += (client * SPLITS + tl.program_id(1)) * SIZE
     tl.store(partial + o[:, None] * K + k[None, :], acc, mask=(o < O)[:, None] & (k < K)[None, :])
-    if BIAS:
-        whole = tl.sum(total, axis=0)
-        if k_tile == 0:
-            tl.store(partial + O * K + o, whole, mask=o < O)
 
 
 @triton.jit
 def reduce_kernel(
     partial,
     weight,
-    bias,
     C: tl.constexpr,
     O: tl.constexpr,
     TAPS: tl.constexpr,
-    BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adds the shares up, and puts the weights back into (o, c, kh, kw)."""
     K: tl.constexpr = TAPS * C
-    SIZE: tl.constexpr = O * K + (O if BIAS else 0)
+    SIZE: tl.constexpr = O * K
     client = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inner = j % K
-    source = tl.where(j < O * K, j // K * K + inner % TAPS * C + inner // TAPS, j)
+    source = j // K * K + inner % TAPS * C + inner // TAPS
     share = tl.arange(0, SPLITS) * SIZE
     at = partial + client * (SPLITS * SIZE) + source[None, :] + share[:, None]
     total = tl.sum(tl.load(at, mask=(j < SIZE)[None, :], other=0.0), axis=0)
     tl.store(weight + client * (O * K) + j, total, mask=j < O * K)
-    if BIAS:
-        tl.store(bias + client * O + (j - O * K), total, mask=(j >= O * K) & (j < SIZE))
