@@ -73,24 +73,25 @@ class Geometry:
 
 
 def choose(channels: int, outputs: int, taps: int, positions: int, clients: int) -> Tile:
-    """Tile of the convolution (or its transpose, with the two channel numbers swapped)."""
+    """Tile of the convolution (or its transpose, with the two channel numbers swapped), from benchmarks/kernels.py."""
     rows = min(64, power(outputs))
     depth = next((d for d in (32, 16) if channels % d == 0), min(32, power(channels * taps)))
     tiles = cdiv(outputs, rows) * clients
     block = next((b for b in (128, 64) if cdiv(positions, b) * tiles >= PROGRAMS // 2), 32)
     unroll = channels % depth != 0 and cdiv(channels * taps, depth) <= 8
-    last = channels % 16 == 0 and (taps >= 16 or (taps >= 9 and channels >= 64))
-    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, unroll=unroll, last=last)
+    last = channels % 16 == 0 and taps >= 9
+    return Tile(rows, block, depth, warps=4 if block * rows > 2048 else 2, swap=unroll, unroll=unroll, last=last)
 
 
 def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Tile:
-    """Tile of the weights' gradient."""
-    rows, block, step = min(64, power(outputs)), min(128, power(depth)), 32
+    """Tile of the weights' gradient, from benchmarks/kernels.py."""
+    rows = min(64, power(outputs))
+    block = min(128 if rows == 64 or depth < 128 else 64, power(depth))
     tiles = cdiv(outputs, rows) * cdiv(depth, block) * clients
     splits = 1
-    while splits < 64 and tiles * splits < PROGRAMS and positions >= 2 * splits * 4 * step:
+    while splits < 64 and tiles * splits < PROGRAMS // 2 and positions >= 2 * splits * 320:
         splits *= 2
-    return Tile(rows, step, block, swap=rows < 64 <= block, splits=splits)
+    return Tile(rows, 32, block, swap=rows < 64 <= block, splits=splits)
 
 
 def forward(
