@@ -108,6 +108,7 @@ def spike_slab(
     temperature: float = 1e-3,
     theta_start: float = 0.99,
     prune_below: float = 0.1,
+    dense_rounds: int = 0,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -128,6 +129,7 @@ def spike_slab(
         temperature=temperature,
         theta_start=theta_start,
         prune_below=prune_below,
+        dense_rounds=dense_rounds,
         prune_server=prune_server,
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}

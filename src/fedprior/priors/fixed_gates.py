@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.priors.base import Prior, Term
-from fedprior.priors.gated import gate_draws, gated_layout, gated_mean
+from fedprior.priors.gated import gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -56,7 +56,7 @@ class FixedGates(Prior):
 
     def _draw(self, like: Params, key: Tensor) -> tuple[Gates, Gates]:
         """Gates, and the draws themselves as scores for the floor."""
-        draws = gate_draws(self.gating, key, next(iter(like.values())).dtype)
+        draws = self.gating.part(joint_draws(self.gating, key, next(iter(like.values())).dtype))
         return {layer: (u >= self.rates[layer]).to(u.dtype) for layer, u in draws.items()}, draws
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fedprior import keys
-from fedprior.trees import Gates, Params, Tree
+from fedprior.trees import Params, Tree
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
 
@@ -32,8 +32,6 @@ def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layo
     return Layout(sections, gating.gate_shapes, dtype, wiring=gating.wiring)
 
 
-def gate_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Gates:
-    """One uniform number a gate, all of them from one call: many small ones would cost more than the draw."""
-    sizes = [torch.Size(shape).numel() for shape in gating.gate_shapes.values()]
-    draws = keys.uniform(key, (sum(sizes),), dtype).split(sizes)
-    return {layer: u.reshape(shape) for (layer, shape), u in zip(gating.gate_shapes.items(), draws, strict=True)}
+def joint_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """One uniform number a gate, all layers in one vector."""
+    return keys.uniform(key, (sum(torch.Size(shape).numel() for shape in gating.gate_shapes.values()),), dtype)

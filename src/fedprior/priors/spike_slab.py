@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.priors.base import Explain, Prior, Term
-from fedprior.priors.gated import gate_draws, gated_layout, gated_mean
+from fedprior.priors.gated import gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -29,6 +29,8 @@ from fedprior.wire import Layout
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
+SMALLEST = 1e-8
+"""The smallest threshold."""
 CLOSED = -1e9
 """The logit of a gate that the server has closed for good: of probability zero, and less likely than any other."""
 
@@ -50,6 +52,8 @@ class SpikeSlab(Prior):
     """θ at the start: dense."""
     prune_below: float = 0.1
     """ε: gates with θ ≤ ε are not part of the server's network."""
+    dense_rounds: int = 0
+    """Rounds before there are any thresholds: all gates are open, and norms come to mean something."""
     prune_server: bool = True
     """Drop those gates from the server's state every round, so that they are not sent."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
@@ -60,6 +64,8 @@ class SpikeSlab(Prior):
                 raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not self.temperature > 0:
             raise SettingError(f"temperature must be above 0, got {self.temperature}")
+        if self.dense_rounds < 0:
+            raise SettingError(f"dense_rounds must be at least 0, got {self.dense_rounds}")
         for name in ("theta_start", "prune_below"):
             if not 0 < getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
@@ -75,32 +81,40 @@ class SpikeSlab(Prior):
 
     def l0(self, assignment: Tree, server: Tree) -> Tensor:
         """−Σ_j z_j over parameters: a gate pays for each parameter it switches."""
-        sizes = self.gating.sizes()
-        return -torch.stack([gate.sum() * sizes[layer] for layer, gate in assignment["gates"].items()]).sum()
+        gates = self._joint_gates(assignment)
+        return -(gates * self.gating.joint_sizes(gates)).sum()
 
     def agreement(self, assignment: Tree, server: Tree) -> Tensor:
         """Σ_g z log θ + (1 − z) log(1 − θ), written as z ℓ − log(1 + e^ℓ) to stay finite when θ rounds to 0 or 1."""
-        gates = assignment["gates"]
-        terms = [(gates[layer] * logit - F.softplus(logit)).sum() for layer, logit in self.logits(server).items()]
-        return torch.stack(terms).sum()
+        logits = self.joint_logits(server)
+        return (self._joint_gates(assignment) * logits - F.softplus(logits)).sum()
+
+    def _joint_gates(self, assignment: Tree) -> Tensor:
+        """All gates in one vector; what a client expects has them so already."""
+        return assignment["joint"]["gates"] if "joint" in assignment else self.gating.join(assignment["gates"])
 
     def temper(self) -> Mapping[str, float]:
         return {"drift": self.precision, "l0": self.lambda0, "gates": self.cross_entropy}
 
     def logits(self, state: Tree) -> Gates:
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
-        if "logits" in state:
-            return state["logits"]
-        norms = self.gating.norms({name: value.detach() for name, value in state["weights"].items()})
-        logits = {layer: (norms[layer] - F.softplus(v)) / self.temperature for layer, v in state["thresholds"].items()}
-        if "gates" not in state:
-            return logits
-        return {layer: torch.where(state["gates"][layer] > 0, logit, CLOSED) for layer, logit in logits.items()}
+        return self.gating.part(self.joint_logits(state))
+
+    def joint_logits(self, state: Tree) -> Tensor:
+        """The same, all layers in one vector."""
+        if "joint" in state:  # a packet, once received
+            return state["joint"]["logits"]
+        return self._logits(state, self.gating.join(state["gates"]) if "gates" in state else None)
+
+    def _logits(self, state: Tree, open_gates: Tensor | None) -> Tensor:
+        norms = self.gating.joint_norms({name: value.detach() for name, value in state["weights"].items()})
+        logits = (norms - F.softplus(self.gating.join(state["thresholds"]))) / self.temperature
+        return logits if open_gates is None else torch.where(open_gates > 0, logits, CLOSED)
 
     def _thresholds(self, norms: Gates, logits: Gates) -> Gates:
         """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
         return {
-            layer: _inverse_softplus((norms[layer] - self.temperature * logits[layer]).clamp(min=1e-8))
+            layer: _inverse_softplus((norms[layer] - self.temperature * logits[layer]).clamp(min=SMALLEST))
             for layer in norms
         }
 
@@ -117,8 +131,22 @@ class SpikeSlab(Prior):
 
     def init(self, params: Params) -> Tree:
         norms = self.gating.norms(params)
-        logits = {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()}
-        return {"weights": params, "thresholds": self._thresholds(norms, logits)}
+        start = self._thresholds(norms, {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()})
+        if self.dense_rounds == 0:
+            return {"weights": params, "thresholds": start}
+        none = {layer: _inverse_softplus(torch.full_like(norm, SMALLEST)) for layer, norm in norms.items()}
+        return {"weights": params, "thresholds": none, "age": {"rounds": next(iter(norms.values())).new_zeros(())}}
+
+    def _come_of_age(self, server: Tree) -> Tree:
+        """Count rounds; after the dense ones, set the thresholds so that θ starts where it would have at the start."""
+        if "age" not in server:
+            return server
+        age = server["age"]["rounds"] + 1
+        norms = self.gating.norms(server["weights"])
+        start = self._thresholds(norms, {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()})
+        now = age == self.dense_rounds + 1
+        thresholds = {layer: torch.where(now, start[layer], v) for layer, v in server["thresholds"].items()}
+        return {**server, "thresholds": thresholds, "age": {"rounds": age}}
 
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
@@ -135,6 +163,7 @@ class SpikeSlab(Prior):
         unit would close the next layer. So v moves along and every surviving θ stays what it was. A gate that only the
         floor keeps is opened again as at the start: kept but closed it would be dead weight.
         """
+        server = self._come_of_age(server)
         if not self.prune_server:
             return {**server, "floored": self.open_gates(server)[1]}
         if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
@@ -172,26 +201,28 @@ class SpikeSlab(Prior):
         return {"weights": packet["weights"], "thresholds": packet["thresholds"]}
 
     def receive(self, packet: Tree) -> Tree:
-        return {**packet, "logits": self.logits(packet)}
+        logits = self.joint_logits(packet)
+        return {**packet, "joint": {"logits": logits, "open": self.gating.join(packet["gates"])}}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
-        logits = self.logits({**local, "gates": packet["gates"]})
-        gates = {layer: logit.sigmoid() for layer, logit in logits.items()}
-        return {"weights": local["weights"], "gates": gates, "logits": logits}
+        open_gates = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"])
+        logits = self._logits(local, open_gates)
+        gates = logits.sigmoid()
+        joint = {"logits": logits, "gates": gates}
+        return {"weights": local["weights"], "gates": self.gating.part(gates), "joint": joint}
 
     def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
         """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
-        logits = expected["logits"]
-        draws = gate_draws(self.gating, key, next(iter(logits.values())).dtype)
-        gates = {layer: hard_concrete(logit, draws[layer]) for layer, logit in logits.items()}
-        return self.gating.apply(expected["weights"], gates)
+        logits = expected["joint"]["logits"]
+        gates = hard_concrete(logits, joint_draws(self.gating, key, logits.dtype))
+        return self.gating.apply(expected["weights"], self.gating.part(gates))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """z ~ Bern(π), exactly; what z leaves of w_s."""
-        logits = self.logits({**local, "gates": packet["gates"]})
-        draws = gate_draws(self.gating, key, next(iter(logits.values())).dtype)
-        drawn = {layer: (draws[layer] < logit.sigmoid()).to(logit.dtype) for layer, logit in logits.items()}
-        gates, floored = self.gating.floor(drawn, logits)
+        expected = self.expect(local, packet)["joint"]
+        draws = joint_draws(self.gating, key, expected["gates"].dtype)
+        drawn = (draws < expected["gates"]).to(draws.dtype)
+        gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(expected["logits"]))
         return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
 
     def realise(self, upload: Tree, reference: Tree) -> Params:

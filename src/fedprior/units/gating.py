@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.trees import Gates, Params
-from fedprior.units.structure import Structure
+from fedprior.units.structure import Layer, Structure
 
 
 class Gating(ABC):
@@ -30,10 +30,36 @@ class Gating(ABC):
         if floor < 1:
             raise SettingError(f"floor must be at least 1, got {floor}: a layer without units passes nothing on")
         self.least = floor
+        self._sizes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    @abstractmethod
     def norms(self, params: Params) -> Gates:
         """‖w_g‖₂ of every group."""
+        return self.part(self.joint_norms(params))
+
+    @abstractmethod
+    def joint_norms(self, params: Params) -> Tensor:
+        """The same, all layers in one vector."""
+
+    def join(self, gates: Gates) -> Tensor:
+        """The gates of all layers in one vector: arithmetic on one long vector costs less than on many short ones."""
+        return torch.cat([gates[layer].reshape(-1) for layer in self.gate_shapes])
+
+    def part(self, joint: Tensor) -> Gates:
+        """The inverse of `join`."""
+        pieces = joint.split([torch.Size(shape).numel() for shape in self.gate_shapes.values()])
+        return {name: p.reshape(shape) for (name, shape), p in zip(self.gate_shapes.items(), pieces, strict=True)}
+
+    def joint_sizes(self, like: Tensor) -> Tensor:
+        """How many parameters each gate switches, in one vector of the kind of `like`."""
+        key = (like.dtype, like.device)
+        if key not in self._sizes:
+            sizes = self.sizes()
+            each = [size for layer in self.gate_shapes for size in [sizes[layer]] * self._count(layer)]
+            self._sizes[key] = torch.tensor(each, dtype=like.dtype, device=like.device)
+        return self._sizes[key]
+
+    def _count(self, layer: str) -> int:
+        return torch.Size(self.gate_shapes[layer]).numel()
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -101,11 +127,21 @@ class UnitGating(Gating):
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
 
-    def norms(self, params: Params) -> Gates:
-        return {
-            layer.name: _row_norms([params[name].transpose(0, layer.axis) for name in layer.parameters])
-            for layer in self.structure.layers
-        }
+    def joint_norms(self, params: Params) -> Tensor:
+        most = max(len(layer.parameters) for layer in self.structure.layers)
+        parts = [
+            torch.cat([self._part_norms(layer, i, params) for layer in self.structure.layers]) for i in range(most)
+        ]
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0) if most > 1 else parts[0]
+        return joint
+
+    def _part_norms(self, layer: Layer, index: int, params: Params) -> Tensor:
+        """The norms of the rows (or columns) of a layer's `index`-th parameter; zeros if it has fewer."""
+        if index >= len(layer.parameters):
+            return params[layer.parameters[0]].new_zeros(layer.size)
+        values = params[layer.parameters[index]].transpose(0, layer.axis)
+        norms: Tensor = torch.linalg.vector_norm(values.reshape(layer.size, -1), dim=1) if values.dim() > 1 else values
+        return norms
 
     def sizes(self) -> dict[str, int]:
         return {
@@ -179,8 +215,8 @@ class WeightGating(Gating):
         self.shapes = shapes
         self.gate_shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1}
 
-    def norms(self, params: Params) -> Gates:
-        return {name: params[name].abs() for name in self.gate_shapes}
+    def joint_norms(self, params: Params) -> Tensor:
+        return self.join(params).abs()
 
     def sizes(self) -> dict[str, int]:
         return dict.fromkeys(self.gate_shapes, 1)
@@ -193,10 +229,3 @@ class WeightGating(Gating):
 
     def mask(self, gates: Gates) -> Params:
         return dict(gates)
-
-
-def _row_norms(parameters: list[Tensor]) -> Tensor:
-    """The norm of row j of all parameters together, for every j."""
-    parts = [torch.linalg.vector_norm(p.reshape(p.shape[0], -1), dim=1) for p in parameters]
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    return norms

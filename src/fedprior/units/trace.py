@@ -106,13 +106,12 @@ def find_structure(
 
 
 def _by_inputs(walk: "_Walk", model: nn.Module, excluded: frozenset[str]) -> tuple[Layer, ...]:
-    """The convolutions by their outputs, the linear layers that read a unit by their inputs."""
+    """The convolutions by their outputs, the linear layers by their inputs."""
     layers = [layer for layer in walk.layers.values() if layer.kind == "conv"]
-    for reader in walk.readers:
-        name = reader.parameter.removesuffix(".weight")
-        module = model.get_submodule(name)
-        if isinstance(module, nn.Linear) and name not in excluded:
-            layers.append(Layer(name, module.in_features, (reader.parameter,), "linear", axis=1))
+    for name in walk.linear:
+        if name not in excluded and f"{name}.weight" in walk.own:
+            inputs = model.get_parameter(f"{name}.weight").shape[1]
+            layers.append(Layer(name, inputs, (f"{name}.weight",), "linear", axis=1))
     return tuple(layers)
 
 
@@ -156,6 +155,7 @@ class _Walk:
         self.readers: list[Reader] = []
         self.output: frozenset[str] = frozenset()
         self.seen: set[str] = set()
+        self.linear: list[str] = []
 
     def run(self) -> "_Walk":
         for node in self.graph.module.graph.nodes:  # type: ignore[union-attr]  # an Interpreter's module is a GraphModule
@@ -206,6 +206,7 @@ class _Walk:
         kind = "linear" if isinstance(module, nn.Linear) else "conv"
         rank = len(self._shape(node))
         axis = rank - 1 if kind == "linear" else 1
+        self.linear += [name] if kind == "linear" else []
         if wire.sources:
             if isinstance(module, CONVOLUTIONS) and module.groups != 1:
                 self._unknown(f"{what}, a grouped convolution,", [wire])
