@@ -109,8 +109,8 @@ def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings
 
 
 def sort_settings(
-    given: Mapping[str, str], task: str, algorithms: list[str]
-) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, str]]]:
+    given: Mapping[str, Any], task: str, algorithms: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
     """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
     task_names = task_options(task, {})
     known = {name: algorithm_settings(name, {}) for name in algorithms}

@@ -142,6 +142,7 @@ def _panels(
                 axes.set_ylim(bottom=0)
         panels[-1].set_xlabel(xlabel)
         panels[-1].set_xlim(left=0)
+        panels[-1].locator_params(axis="x", integer=against == "round")
         figure.align_ylabels(panels)
         _legend(figure, panels[0])
     return figure
@@ -185,7 +186,7 @@ def _skip_the_start(axes: "Axes") -> None:
     """Begin an accuracy's axis above the steep first rounds, where all lines lie on one another."""
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.get_lines()] or [np.zeros(0)])
     if len(values):
-        low, high = np.quantile(values, 0.06), values.max()
+        low, high = float(np.quantile(values, 0.06)), float(axes.dataLim.y1)  # the bands have their place too
         axes.set_ylim(max(low - 0.05 * (high - low), 0), min(high + 0.06 * (high - low) + 0.1, 100))
 
 
