@@ -41,10 +41,10 @@ def train(specs: Sequence[RunSpec], console: Console) -> None:
 def _train(spec: RunSpec, task: Task, console: Console, name: str) -> Mapping[str, Any]:
     """Its summary; the rest is on disk, and must not fill a GPU while the next one trains."""
     settings = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
-    chosen = algorithm(spec.algorithm, task.network, **settings)
     rounds = runs.run_settings({**task.defaults, **spec.run_settings}, task).rounds
     with RunProgress(console, name, rounds) as progress:
         if (spec.folder / "config.toml").exists():
             progress.catch_up(RunFolder(spec.folder).records())
-            return runs.resume(spec.folder, task=task, algorithm=chosen, progress=progress).summary
+            return runs.resume(spec.folder, task=task, progress=progress).summary
+        chosen = algorithm(spec.algorithm, task.network, **settings)
         return runs.run(task, chosen, out=spec.folder, label=spec.label, progress=progress, **spec.run_settings).summary
