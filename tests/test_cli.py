@@ -160,7 +160,7 @@ def test_version_and_help(shell):
     assert shell("--version") == (0, f"{fedprior.__version__}\n", "")
     code, out, _ = shell()
     assert code == 0
-    for command in ("run", "compare", "resume", "tasks", "algorithms"):
+    for command in ("run", "compare", "resume", "reproduce", "tasks", "algorithms"):
         assert command in out
     assert "--clients-per-round" in shell("run", "--help")[1]
 

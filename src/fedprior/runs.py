@@ -1,5 +1,6 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -9,12 +10,12 @@ import torch
 
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint
-from fedprior.simulate.folder import Record, RunFolder, checksum
-from fedprior.simulate.round import Simulation
+from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
@@ -54,9 +55,11 @@ def start_job(
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
+    about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None
     if folder:
-        folder.create(_config(task, algorithm, settings, label))
+        folder.create(_config(task, algorithm, settings, label, partition))
+        _keep_partition(folder, task.data, partition)
     return Job(sim, settings, about, folder)
 
 
@@ -65,9 +68,24 @@ def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, la
     folder = RunFolder(out)
     if not folder.config.exists():
         return start_job(task, algorithm, settings, out, label)
-    about, kept, _, _ = read_config(folder)
-    sim = build(algorithm, task.network, task.data, kept)
-    return Job(sim, kept, {**about, "seed": kept.seed}, folder, _catch_up(folder, sim))
+    return _reopen(folder, task, algorithm)
+
+
+def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm) -> Job:
+    """A run at its last checkpoint, with the settings it recorded."""
+    about, settings, _, _ = read_config(folder)
+    partition = task.data.fingerprint()
+    recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
+    if recorded != partition:
+        raise RunError(
+            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
+        )
+    _keep_partition(folder, task.data, partition)
+    sim = build(algorithm, task.network, task.data, settings)
+    about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
+    # Without a checkpoint the run was stopped in its first seconds, and starts again.
+    expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
+    return Job(sim, settings, about, folder, folder.truncate(sim.round, expected))
 
 
 def resume(
@@ -89,16 +107,9 @@ def resume(
                 f"{path} used an algorithm of your own; resume it from Python: resume({str(path)!r}, algorithm=…)"
             )
         algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
-    sim = build(algorithm, task.network, task.data, chosen)
-    records = _catch_up(folder, sim)
-    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)]))
-
-
-def _catch_up(folder: RunFolder, sim: Simulation) -> list[Record]:
-    """Put a simulation where its checkpoint left it, and return the records up to there."""
-    # Without a checkpoint the run was stopped in its first seconds, and starts again.
-    expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    return folder.truncate(sim.round, expected)
+    job = _reopen(folder, task, algorithm)
+    job.progress = progress
+    return _one(drive([job]))
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:
@@ -131,8 +142,8 @@ def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings
 
 
 def sort_settings(
-    given: Mapping[str, str], task: str, algorithms: list[str]
-) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, str]]]:
+    given: Mapping[str, Any], task: str, algorithms: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
     """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
     task_names = task_options(task, {})
     known = {name: algorithm_settings(name, {}) for name in algorithms}
@@ -160,11 +171,26 @@ def unused_folder(path: Path) -> Path:
     return candidate
 
 
-def _config(task: Task, algorithm: Algorithm, settings: Settings, label: str) -> dict[str, dict[str, Any]]:
+def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
+    """Class counts per client beside the run, once; a line a client."""
+    if folder.partition.exists():
+        return
+    about = {"fingerprint": fingerprint, "classes": data.classes if data.labelled else 0}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    for name, counts in zip(("train", "test"), data.class_counts(), strict=True):
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
+        lines.append(f'"{name}": [\n{rows}\n]')
+    checkpoint.write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
+
+
+def _config(
+    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str
+) -> dict[str, dict[str, Any]]:
     chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
     return {
         "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
         "task": {key: plain(value) for key, value in task.options.items()},
         "algorithm": {key: plain(value) for key, value in algorithm.settings.items()},
+        "partition": {"clients": task.data.clients, "fingerprint": partition},
         "made": {"fedprior": __version__, "torch": str(torch.__version__)},
     }

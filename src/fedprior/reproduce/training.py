@@ -1,0 +1,49 @@
+"""Make the runs that are missing. The one place that trains."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fedprior import sweeps
+from fedprior.errors import DivergedError
+from fedprior.progress import RunProgress
+from fedprior.reproduce.plan import RunSpec
+
+
+def train(specs: Sequence[RunSpec], console: Console) -> None:
+    """Afterwards every spec's folder holds a finished run or, beside its records, a diverged.txt with the reason.
+
+    Half-finished runs go on from their checkpoints; on a GPU, runs that differ in numbers only train together. A run
+    that diverges does not stop the others.
+    """
+    outcomes = sweeps.train([_plain(spec) for spec in specs], lambda group, rounds: _watch(console, group, rounds))
+    for spec, outcome in zip(specs, outcomes, strict=True):
+        name, diverged = f"{spec.label}, seed {spec.seed}", spec.folder / "diverged.txt"
+        if isinstance(outcome, DivergedError):
+            diverged.write_text(f"{outcome}\n", encoding="utf-8")
+            console.print(f"{name}: {outcome}; going on with the others", highlight=False, markup=False, soft_wrap=True)
+            continue
+        diverged.unlink(missing_ok=True)
+        last = outcome.summary
+        accuracies = ", ".join(f"{kind} {100 * last[f'{kind}_accuracy']:.1f}%" for kind in ("global", "local"))
+        console.print(f"{name}: {accuracies}, {last['seconds']:,.0f} s", highlight=False, markup=False, soft_wrap=True)
+
+
+def _plain(spec: RunSpec) -> sweeps.Spec:
+    return sweeps.Spec(
+        task=spec.task,
+        algorithm=spec.algorithm,
+        out=spec.folder,
+        seed=spec.seed,
+        label=spec.label,
+        run=spec.run_settings,
+        task_options=spec.task_options,
+        algorithm_settings=spec.algorithm_settings,
+    )
+
+
+def _watch(console: Console, group: list[sweeps.Spec], rounds: int) -> RunProgress:
+    """One bar for runs that train together; with one run, its own."""
+    labels = " and ".join(dict.fromkeys(spec.label for spec in group))
+    label = f"{labels}, seed {group[0].seed}" if len(group) == 1 else f"{labels}, {len(group)} runs"
+    return RunProgress(console, label, rounds)
