@@ -9,7 +9,6 @@ from fedprior import trees
 from fedprior.flower import HardEM, Server
 from fedprior.simulate.run import build
 
-
 RUN = "0123456789abcdef"
 
 

@@ -5,10 +5,12 @@ server's whole state is in the strategy; Flower's `arrays` argument is not used.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -22,6 +24,10 @@ from fedprior.keys import Purpose
 
 # Flower's logger: what it says reaches `flwr log`.
 log = logging.getLogger("flwr")
+ASK_AGAIN = 30.0
+"""Seconds before a node whose introduction failed is asked again."""
+GONE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+"""Errors that Flower reports in the place of a node that does not answer."""
 
 
 class HardEM(Strategy):
@@ -37,8 +43,8 @@ class HardEM(Strategy):
         """The client that each node is, of the nodes that have introduced themselves."""
         self.asked: dict[str, int] = {}
         """Introductions that are still to come: node by message."""
-        self.strangers: set[int] = set()
-        """Nodes that cannot take part: another model or version."""
+        self.again: dict[int, float] = {}
+        """When a node whose introduction failed is to be asked again; never, if it has another model."""
         self._open()
 
     def _open(self) -> None:
@@ -111,9 +117,10 @@ class HardEM(Strategy):
         while True:
             online = set(grid.get_node_ids())
             self.clients = {node: client for node, client in self.clients.items() if node in online}
-            self.strangers &= online
             self.asked = {name: node for name, node in self.asked.items() if node in online}
-            self._greet(grid, online - self.clients.keys() - self.strangers - set(self.asked.values()))
+            self.again = {node: when for node, when in self.again.items() if node in online}
+            later = {node for node, when in self.again.items() if time.monotonic() < when}
+            self._greet(grid, online - self.clients.keys() - set(self.asked.values()) - later)
             if self.asked:
                 self._introductions(list(grid.pull_messages(set(self.asked))))
             if len(self.clients) >= least:
@@ -140,16 +147,19 @@ class HardEM(Strategy):
             node = self.asked.pop(reply.metadata.reply_to_message_id, None)
             if node is None:
                 continue
+            self.again[node] = time.monotonic() + ASK_AGAIN
             try:
-                client = messages.check_introduction(_content(reply), self.server, self.turn)
+                content = _content(reply)
+                self.again[node] = math.inf  # until it is found to be one of us
+                client = messages.check_introduction(content, self.server, self.turn)
+                self.again[node] = time.monotonic() + ASK_AGAIN
+                if client in self.clients.values():
+                    # Perhaps the same device after a crash, whose old node Flower has not missed yet.
+                    raise WireError("another node is already this client")
             except Exception as error:  # whatever a foreign machine sends, the run goes on
-                self.strangers |= {node} if isinstance(error, WireError) else set()
                 self._fault(node, None, error)
                 continue
-            if client in self.clients.values():
-                # Perhaps the same device after a crash, whose old node Flower has not missed yet: it is asked again.
-                self._fault(node, client, WireError("another node is already this client"))
-                continue
+            del self.again[node]
             log.info("node %d is client %d", node, client)
             self.clients[node] = client
 
@@ -168,7 +178,7 @@ class HardEM(Strategy):
             turn.bytes_down += len(packet)
             order = Order(packet, turn.number, self.server.run, self.server.accepted.get(client, 0))
             content, group = messages.write_order(order), str(turn.number)
-            ttl = self.limits.round_seconds
+            ttl = self.limits.round_seconds + 10  # our own limit comes first
             self.sent.append(Message(content, nodes[client], MessageType.TRAIN, ttl=ttl, group_id=group))
         return self.sent
 
@@ -203,9 +213,13 @@ class HardEM(Strategy):
                 found[client] = messages.read_answer(_content(reply), client, self.server, self.turn)
             except Exception as error:  # whatever a foreign machine sends, the round goes on with the others
                 self._fault(node, client, error)
+                if reply.has_error() and reply.error.code in GONE:
+                    self.clients.pop(node, None)
         for name in expected.keys() - answered:
+            # Flower misses a dead node only after a minute. Until this one answers a greeting, it is not asked.
             node = expected[name]
-            self._fault(node, self.clients.get(node), WireError(f"no reply in {self.limits.round_seconds:g} s"))
+            silence = WireError(f"no reply in {self.limits.round_seconds:g} s")
+            self._fault(node, self.clients.pop(node, None), silence)
         # In the cohort's order, not the order of arrival: a sum of floats depends on it.
         self.good |= {client: found[client] for client in self.cohort if client in found}
         self.sent = []
