@@ -38,6 +38,7 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
 
     def node(context: Context) -> Node:
         job, number = make_job(context.run_config), client_number(context)
+        job.check_client(number)
         data = make_data(job, context) if make_data is not None else job.part(number)
         folder = Path(str(context.node_config.get("state-dir", get_flwr_home() / "fedprior")))
         return Node.new(job, number, data, folder)

@@ -27,7 +27,7 @@ console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def deploy(
-    out: Path, rounds: int = 5, kill_after: int = 2, settings: str = "local_steps=60", seconds: float = 300
+    out: Path, rounds: int = 4, kill_after: int = 2, settings: str = "local_steps=60", seconds: float = 600
 ) -> dict[str, Any]:
     """Train, with a device's power failure after a round; the summary."""
     if not (APP / "pyproject.toml").is_file():
@@ -46,7 +46,7 @@ def deploy(
             "out": str(out.resolve()),
             "settings": f"clients=3; clients_per_round=3; rounds={rounds}; evaluate_every=1; {settings}",
             # Short, because the round in which the device dies waits for it in vain.
-            "round-seconds": 30.0,
+            "round-seconds": 45.0,
             "min-replies": 2,
         }
         run = federation.run(APP, config)
@@ -86,7 +86,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m fedprior.flower.deploy", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the run's folder; runs/deploy if not given")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--settings", default="local_steps=60", help="key=value; key=value")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -56,8 +56,14 @@ class Job:
         """How long a client trains."""
         return Schedule(self.settings.batch_size, self.settings.epochs, self.settings.local_steps)
 
+    def check_client(self, client: int) -> None:
+        """Refuse a number that is none of a client."""
+        if not 0 <= client < self.clients:
+            raise DataError(f"this node says it is client {client}, but the job's clients are 0 to {self.clients - 1}")
+
     def part(self, client: int) -> ClientData:
         """A client's part of a named task's data, in the order in which the simulator has it."""
+        self.check_client(client)
         if self.data is None:
             raise DataError("this job has no data of its own; the app must load each client's")
         train, test = self.data.train[client], self.data.test[client]

@@ -12,7 +12,7 @@ from fedprior import keys, trees, wire
 from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
 from fedprior.em import e_step
-from fedprior.errors import DataError, DivergedError, WireError
+from fedprior.errors import DivergedError, WireError
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
 from fedprior.flower.server import floored
@@ -57,8 +57,7 @@ class Node:
     @classmethod
     def new(cls, job: Job, client: int, data: ClientData, folder: Path) -> "Node":
         """A client of a number and its data."""
-        if not 0 <= client < job.clients:
-            raise DataError(f"this node says it is client {client}, but the job's clients are 0 to {job.clients - 1}")
+        job.check_client(client)
         device = job.settings.resolved_device()
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         classes = job.data.classes if job.data is not None else None
