@@ -71,10 +71,7 @@ def measure(federation: Loopback, proxy: CountingProxy, folder: Path, name: str,
         "min-replies": 3,
     }
     run = federation.run(APP, config)
-    while not (status := federation.status(run)).startswith("finished"):
-        time.sleep(5)
-    if status != "finished:completed":
-        raise SystemExit(f"{status}: {federation.flwr('log', run, 'loopback', '--show')[-2000:]}")
+    federation.wait(run)
     up, down = (after - start for after, start in zip(proxy.counts(), before, strict=True))
     seconds = time.monotonic() - began
     records = RunFolder(folder).records()

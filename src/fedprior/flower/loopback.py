@@ -28,10 +28,14 @@ HOST = "127.0.0.1"
 
 
 class Loopback:
-    """Use it as `with Loopback(folder, nodes=3) as federation:`."""
+    """Use it as `with Loopback(folder, nodes=3) as federation:`.
 
-    def __init__(self, folder: Path, nodes: int = 3, threads: int = 1) -> None:
+    With `simulation` there are no devices and no keys: Flower's simulation engine plays them in the server's process.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 3, threads: int = 1, simulation: bool = False) -> None:
         self.folder, self.nodes, self.threads = folder.resolve(), nodes, threads
+        self.simulation = simulation
         self.certificates = self.folder / "certificates"
         self.port, *self.node_ports = _free_ports(nodes + 1)
         self.link_port = self.port
@@ -46,7 +50,8 @@ class Loopback:
             self.start_superlink()
             # Before they start: a node that is not registered is refused.
             keys = [str(self.certificates / f"node-{number}.pub") for number in range(self.nodes)]
-            with ThreadPoolExecutor(self.nodes) as pool:
+            keys = [] if self.simulation else keys
+            with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda key: self.flwr("supernode", "register", key, "loopback"), keys))
         except BaseException:
             self.stop()
@@ -62,26 +67,28 @@ class Loopback:
         """A connection for the `flwr` command; Flower wants absolute paths in it."""
         home = self.folder / "home-cli"
         home.mkdir()
+        trust = f"root-certificates = {json.dumps(str(self.certificates / 'ca.pem'))}\n"
         home.joinpath("config.toml").write_text(
             f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\naddress = "{HOST}:{self.port}"\n'
-            f"root-certificates = {json.dumps(str(self.certificates / 'ca.pem'))}\n",
+            f"{'insecure = true' if self.simulation else trust}\n",
             encoding="utf-8",
         )
 
     def start_superlink(self) -> None:
         """Start the server and wait until it answers."""
         files = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "ca.pem"}
-        certificates = [f"--ssl-{option}={self.certificates / name}" for option, name in files.items()]
+        secure = [f"--ssl-{option}={self.certificates / name}" for option, name in files.items()]
+        kind = ["--simulation", "--insecure"] if self.simulation else ["--enable-supernode-auth", *secure]
         database = f"--database={self.folder / 'superlink.db'}"
-        address = [f"--host={HOST}", f"--port={self.port}"]
-        self._spawn("superlink", ["flower-superlink", "--enable-supernode-auth", *certificates, database, *address])
+        self._spawn("superlink", ["flower-superlink", *kind, database, f"--host={HOST}", f"--port={self.port}"])
+        scheme = "http" if self.simulation else "https"
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if self.processes["superlink"].poll() is not None:
                 break
             try:
-                with urllib.request.urlopen(f"https://{HOST}:{self.port}/health", timeout=2, context=context):
+                with urllib.request.urlopen(f"{scheme}://{HOST}:{self.port}/health", timeout=2, context=context):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)
@@ -109,13 +116,21 @@ class Loopback:
     def run(self, app: Path, config: Mapping[str, Any]) -> str:
         """Submit the app; the id of its run."""
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        out = self.flwr("run", str(app), "loopback", "--run-config", pairs, "--format", "json")
+        size = ["--federation-config", f"num-supernodes={self.nodes}"] if self.simulation else []
+        out = self.flwr("run", str(app), "loopback", "--run-config", pairs, *size, "--format", "json")
         return str(json.loads(out[out.index("{") :])["run-id"])
 
     def status(self, run: str) -> str:
         """What Flower says of a run: `running`, `finished:completed`, `finished:failed`, …"""
         out = self.flwr("list", "loopback", "--run-id", run, "--format", "json")
         return str(json.loads(out[out.index("{") :])["runs"][0]["status"])
+
+    def wait(self, run: str) -> None:
+        """Until a run is complete; an error if it failed."""
+        while not (status := self.status(run)).startswith("finished"):
+            time.sleep(3)
+        if status != "finished:completed":
+            raise RunError(f"run {run} is {status}; see {self.folder / 'superlink.log'}")
 
     def flwr(self, *arguments: str) -> str:
         """The `flwr` command, as its user would call it."""
