@@ -5,12 +5,12 @@ One device is killed on the way. What is left is a run's folder like any other.
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +22,69 @@ from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate import RunFolder
 
+SETTINGS = "local_steps=60"
 APP = Path(__file__).parents[3] / "examples" / "flower-app"
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def deploy(
-    out: Path, rounds: int = 4, kill_after: int = 2, settings: str = "local_steps=60", seconds: float = 600
+    out: Path,
+    *,
+    nodes: int = 3,
+    rounds: int = 4,
+    kill_after: int = 2,
+    settings: str = SETTINGS,
+    round_seconds: float = 45.0,
+    seconds: float = 600.0,
 ) -> dict[str, Any]:
-    """Train, with a device's power failure after a round; the summary."""
+    """Train, with a power failure of the last device after a round; the run's summary.
+
+    The round in which the device dies waits `round_seconds` for it, in vain.
+    """
     if not (APP / "pyproject.toml").is_file():
         raise RunError(f"there is no app in {APP}: run this in a copy of the repository")
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="fedprior-deploy-"))
+    config = {
+        "out": str(out.resolve()),
+        "settings": f"clients={nodes}; clients_per_round={nodes}; rounds={rounds}; evaluate_every=1; {settings}",
+        "round-seconds": round_seconds,
+        "min-replies": nodes - 1,
+    }
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/]  {text}")
+        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/]  {text}", soft_wrap=True)
 
     say(f"certificates, keys and logs in {folder}")
-    with Loopback(folder) as federation:
-        say("the server is up: TLS, three registered devices")
-        for number in range(federation.nodes):
+    with Loopback(folder, nodes) as federation:
+        say(f"the server is up: TLS, {nodes} registered devices")
+        for number in range(nodes):
             federation.start_node(number)
-        config = {
-            "out": str(out.resolve()),
-            "settings": f"clients=3; clients_per_round=3; rounds={rounds}; evaluate_every=1; {settings}",
-            # Short, because the round in which the device dies waits for it in vain.
-            "round-seconds": 45.0,
-            "min-replies": 2,
-        }
         run = federation.run(APP, config)
         say(f"run {run} is submitted")
-        run_folder, done, alive = RunFolder(out), 0, True
-        while not run_folder.summary.exists() or done < rounds:
-            records = run_folder.records()
-            for record in records[done:]:
-                missing = [fault["client"] for fault in record.get("faults", ())]
-                note = f", without {', '.join(f'client {client}' for client in missing)}" if missing else ""
-                say(f"round {record['round']}: accuracy {100 * record['global_accuracy']:.1f}%{note}")
-            done = len(records)
-            if alive and done >= kill_after:
-                federation.kill("node-2")
-                alive = False
-                say("SIGKILL to a device")
-            _check(federation, run, began + seconds)
-            time.sleep(0.5)
-        while not (status := federation.status(run)).startswith("finished"):
-            _check(federation, run, began + seconds)
-        say(f"Flower says {status}")
+        for record in _rounds(federation, RunFolder(out), run, rounds, began + seconds):
+            missing = [f"client {fault['client']}" for fault in record.get("faults", ())]
+            note = f", without {', '.join(missing)}" if missing else ""
+            say(f"round {record['round']}: accuracy {100 * record['global_accuracy']:.1f}%{note}")
+            if record["round"] == kill_after:
+                federation.kill(f"node-{nodes - 1}")
+                say(f"SIGKILL to the device of client {nodes - 1}")
+        federation.wait(run)
+        say("Flower says that the run is complete")
     shutil.rmtree(folder)
-    return json.loads(run_folder.summary.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _rounds(
+    federation: Loopback, folder: RunFolder, run: str, rounds: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Records as they are written."""
+    done = 0
+    while done < rounds:
+        for record in folder.records()[done:]:
+            done += 1
+            yield record
+        _check(federation, run, deadline)
+        time.sleep(0.5)
 
 
 def _check(federation: Loopback, run: str, deadline: float) -> None:
@@ -87,15 +102,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fedprior.flower.deploy", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the run's folder; runs/deploy if not given")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--settings", default="local_steps=60", help="key=value; key=value")
+    parser.add_argument("--settings", default=SETTINGS, help="key=value; key=value")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out = given.out or unused_folder(Path("runs") / "deploy")
     try:
-        summary = deploy(out, given.rounds, settings=given.settings)
+        summary = deploy(out, rounds=given.rounds, settings=given.settings)
     except KeyboardInterrupt:
         console.print("stopped; every process has been ended")
-        os._exit(130)
+        sys.exit(130)
     except FedpriorError as error:
         console.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
         sys.exit(2)
