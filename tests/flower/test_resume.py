@@ -86,6 +86,17 @@ def test_more_rounds_may_be_added(make_job, tmp_path):
     assert contents(run) == contents(whole)
 
 
+def test_a_client_that_lost_its_disk_is_named(make_job, tmp_path):
+    job, longer = (make_job("scaffold", {"rounds": rounds, "clients_per_round": 6}) for rounds in (2, 4))
+    run, grid = tmp_path / "run", LocalGrid(job, tmp_path)
+    serve(job, grid, {**LIMITS, "out": str(run)})
+    (lost,) = tmp_path.glob("state/*/client-3.safetensors")
+    lost.unlink()
+    serve(longer, LocalGrid(longer, tmp_path), {**LIMITS, "resume": str(run)})
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert [record.get("forgot") for record in records] == [None, None, [3], None]
+
+
 # ---------------------------------------------------------------------- a client's memory
 
 

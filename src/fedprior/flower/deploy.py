@@ -4,6 +4,7 @@ One device is killed on the way. What is left is a run's folder like any other.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
@@ -55,7 +56,7 @@ def deploy(
         console.print(f"[dim]{time.monotonic() - began:5.1f} s[/]  {text}", soft_wrap=True)
 
     say(f"certificates, keys and logs in {folder}")
-    with Loopback(folder, nodes) as federation:
+    with _removed_if_stopped(folder), Loopback(folder, nodes) as federation:
         say(f"the server is up: TLS, {nodes} registered devices")
         for number in range(nodes):
             federation.start_node(number)
@@ -72,6 +73,16 @@ def deploy(
         say("Flower says that the run is complete")
     shutil.rmtree(folder)
     return json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _removed_if_stopped(folder: Path) -> Iterator[None]:
+    """Keys and logs are of use after an error only."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
+        raise
 
 
 def _rounds(

@@ -79,6 +79,7 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -
         tested=int(tested),  # type: ignore[arg-type]
         disagreement=apart if probabilities else None,  # type: ignore[arg-type]
         floored=tuple(layers[i] for i in kept),
+        forgot=about.get("forgot") == 1,
     )
 
 

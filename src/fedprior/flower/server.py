@@ -38,6 +38,8 @@ class Upload(NamedTuple):
     """Mean and maximum of |π − θ| over gates; None where there are none."""
     floored: tuple[str, ...] = ()
     """Layers in which the floor kept a unit of the client's."""
+    forgot: bool = False
+    """Whether the client has lost what it should remember of its earlier turns."""
 
 
 @dataclass
@@ -121,6 +123,8 @@ class Server:
         kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
         if kept:
             record["floored"] = sorted(kept)
+        if forgot := [client for client, upload in uploads.items() if upload.forgot]:
+            record["forgot"] = forgot
         if turn.faults:
             record["faults"] = turn.faults
         if evaluate:
