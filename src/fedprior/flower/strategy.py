@@ -123,14 +123,15 @@ class HardEM(Strategy):
             self._greet(grid, online - self.clients.keys() - set(self.asked.values()) - later)
             if self.asked:
                 self._introductions(list(grid.pull_messages(set(self.asked))))
-            if len(self.clients) >= least:
+            there = len({*self.clients.values(), *self.good})
+            if there >= least:
                 return
             if time.monotonic() > deadline:
-                if len(self.clients) >= self.min_replies:
-                    log.warning("going on with %d clients, after waiting for %d", len(self.clients), least)
+                if there >= self.min_replies:
+                    log.warning("going on with %d clients, after waiting for %d", there, least)
                     return
                 raise RunError(
-                    f"only {len(self.clients)} clients have connected in {self.limits.start_seconds:g} s, "
+                    f"only {there} clients have connected in {self.limits.start_seconds:g} s, "
                     f"{self.min_replies} are needed; see docs/deployment.md for what to check"
                 )
             time.sleep(self.limits.poll_seconds)
