@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
 from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 

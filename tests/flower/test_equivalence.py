@@ -1,6 +1,9 @@
 """One algorithm object, several engines: what Flower's strategy and clients compute is what the simulator computes."""
 
 import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
 import torch
 from local_grid import LocalGrid
 

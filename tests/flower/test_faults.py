@@ -8,6 +8,9 @@ import struct
 import zlib
 
 import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from local_grid import LocalGrid

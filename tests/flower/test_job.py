@@ -5,6 +5,9 @@ import stat
 from datetime import UTC, datetime, timedelta
 
 import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
 import safetensors.torch
 import torch
 from local_grid import LocalGrid
