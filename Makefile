@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test format clean
+.PHONY: run test deploy format clean
 
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
@@ -12,6 +12,10 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal src tests
+
+# The same algorithm on real machines, all of them this one: a TLS server and three authenticated devices.
+deploy: .venv/ready
+	$(BIN)/python -m fedprior.flower.deploy
 
 format: .venv/ready
 	$(BIN)/ruff format .
@@ -24,5 +28,5 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprior needs Python 3.11 or newer; say which with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report,flower]'
 	@touch $@

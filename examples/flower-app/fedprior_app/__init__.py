@@ -1,0 +1,1 @@
+"""A fedprior job as a Flower app."""

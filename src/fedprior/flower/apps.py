@@ -1,0 +1,140 @@
+"""The two halves of a Flower app: a ServerApp that keeps a run's folder, and a ClientApp around the E-step."""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.utils import get_flwr_home
+from rich.console import Console
+
+from fedprior.data.federated import ClientData
+from fedprior.errors import DataError, FedpriorError, RunError
+from fedprior.flower import checkpoint, messages
+from fedprior.flower.job import MAY_CHANGE, Job, Limits
+from fedprior.flower.node import Node
+from fedprior.flower.server import Record, Server
+from fedprior.flower.strategy import HardEM
+from fedprior.report import summary_table
+from fedprior.runs import unused_folder
+from fedprior.simulate.folder import RunFolder, checksum
+
+log = logging.getLogger("flwr")
+
+MakeJob = Callable[[Mapping[str, Any]], Job]
+"""From the app's run config to the job."""
+MakeData = Callable[[Job, Context], ClientData]
+"""From the job and the node's context to this client's examples."""
+
+
+def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientApp:
+    """A ClientApp; without `make_data` a client takes its part of the named task's data."""
+    app = ClientApp()
+
+    def node(context: Context) -> Node:
+        job, number = make_job(context.run_config), client_number(context)
+        job.check_client(number)
+        data = make_data(job, context) if make_data is not None else job.part(number)
+        folder = Path(str(context.node_config.get("state-dir", get_flwr_home() / "fedprior")))
+        return Node.new(job, number, data, folder)
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        def content() -> RecordDict:
+            return RecordDict({messages.NUMBERS: MetricRecord(dict(node(context).introduce()))})
+
+        return _replying(message, content)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        def content() -> RecordDict:
+            order = messages.read_order(message.content)
+            return messages.write_answer(node(context).respond(order))
+
+        return _replying(message, content)
+
+    return app
+
+
+def client_number(context: Context) -> int:
+    """Which client a node is: `partition-id` of its node config, which Flower's simulation sets by itself."""
+    number = context.node_config.get("partition-id")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise DataError("this node does not know which client it is: start it with --node-config 'partition-id=0'")
+    return number
+
+
+def _replying(message: Message, content: Callable[[], RecordDict]) -> Message:
+    """A reply in any case: a client that returns nothing leaves its SuperNode waiting."""
+    try:
+        return Message(content(), reply_to=message)
+    except Exception as error:
+        log.error("the client failed", exc_info=error)
+        kind = "" if isinstance(error, FedpriorError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())[:300]
+        return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+
+def server_app(make_job: MakeJob) -> ServerApp:
+    """A ServerApp that trains the job, keeps its run in a folder and can resume it."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(make_job(context.run_config), grid, context.run_config)
+
+    return app
+
+
+def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
+    """Run the rounds that are left; `out` and `resume` of the config say where."""
+    folder, server, records = open_run(job, config)
+    log.info("the run is kept in %s", folder.path.resolve())
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        folder.append(record)
+        checkpoint.save(folder.checkpoint, server, checksum(records))
+
+    HardEM(server, Limits.of(config), keep).start(grid)
+    summary = server.summary(records)
+    model = server.model()
+    folder.finish(summary, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(summary_table([summary]))
+    log.info("\n%s", capture.get())
+    return summary
+
+
+def open_run(job: Job, config: Mapping[str, Any]) -> tuple[RunFolder, Server, list[Record]]:
+    """A new run's folder, or an old one's with the server and the records where they were."""
+    if resume := str(config.get("resume", "")):
+        return _reopen(RunFolder(Path(resume)), job)
+    name = f"flower-{job.task}-{job.algorithm.name}-{job.settings.seed}"
+    out = str(config.get("out", ""))
+    folder = RunFolder(Path(out) if out else unused_folder(Path("runs") / name))
+    run = secrets.token_hex(8)
+    folder.create({**job.config(), "flower": {"run": run, "clients": job.clients}})
+    return folder, Server.new(job, run), []
+
+
+def _reopen(folder: RunFolder, job: Job) -> tuple[RunFolder, Server, list[Record]]:
+    found, now = folder.read_config(), job.config()
+    run = str(found.get("flower", {}).get("run", ""))
+    if not run:
+        raise RunError(f"{folder.path} is not a run of Flower; `fedprior resume {folder.path}` resumes a simulation")
+    for table in ("run", "task", "algorithm"):
+        for key in found[table].keys() | now[table].keys():
+            was, value = found[table].get(key), now[table].get(key)
+            if was != value and key not in MAY_CHANGE:
+                raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
+    server = Server.new(job, run)
+    # Without a checkpoint it was stopped in its first round, and starts again.
+    expected = checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
+    return folder, server, folder.truncate(server.round, expected)

@@ -1,0 +1,169 @@
+"""What the server and every client agree on: network, algorithm and settings, from a Flower app's run config."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedprior import runs
+from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.algorithms import algorithm_settings
+from fedprior.data import FederatedData
+from fedprior.data.federated import ClientData
+from fedprior.em import Algorithm
+from fedprior.errors import DataError, SettingError
+from fedprior.models import check_trainable
+from fedprior.network import Loss, Network, cross_entropy
+from fedprior.settings import Option, convert, nearest, plain
+from fedprior.simulate import Settings
+from fedprior.simulate.batches import Schedule
+from fedprior.tasks import task as named_task
+from fedprior.version import __version__
+
+SIMULATOR_ONLY = ("mode", "workers", "wire", "attack", "attackers", "checkpoint_every")
+MAY_CHANGE = ("rounds", "evaluate_every", "device")
+"""Settings that a resumed run may have otherwise than before."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One federated training, as both ends see it."""
+
+    task: str
+    network: Network
+    algorithm: Algorithm
+    settings: Settings
+    clients: int
+    """How many there are, connected or not; their numbers run from 0."""
+    data: FederatedData | None = None
+    """A named task's data, of which each client takes its own part; None: clients bring theirs."""
+    test: FederatedData | None = None
+    """What the server tests its model on, where it has something."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """How a named task was built, for the run's config."""
+
+    def __post_init__(self) -> None:
+        check_trainable(self.network.module)
+        if self.settings.clients_per_round > self.clients:
+            raise SettingError(
+                f"clients_per_round is {self.settings.clients_per_round}, but there are only {self.clients} clients"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        """How long a client trains."""
+        return Schedule(self.settings.batch_size, self.settings.epochs, self.settings.local_steps)
+
+    def check_client(self, client: int) -> None:
+        """Refuse a number that is none of a client."""
+        if not 0 <= client < self.clients:
+            raise DataError(f"this node says it is client {client}, but the job's clients are 0 to {self.clients - 1}")
+
+    def part(self, client: int) -> ClientData:
+        """A client's part of a named task's data, in the order in which the simulator has it."""
+        self.check_client(client)
+        if self.data is None:
+            raise DataError("this job has no data of its own; the app must load each client's")
+        train, test = self.data.train[client], self.data.test[client]
+        return self.data.x[train], self.data.y[train], self.data.test_x[test], self.data.test_y[test]
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """What a run's config.toml says of it."""
+        chosen = {key: plain(value) for key, value in asdict(self.settings).items() if value is not None}
+        about = {"task": self.task, "algorithm": self.algorithm.name, "label": self.algorithm.name}
+        return {
+            "run": {**about, **{key: value for key, value in chosen.items() if key not in SIMULATOR_ONLY}},
+            "task": {key: plain(value) for key, value in self.options.items()},
+            "algorithm": {key: plain(value) for key, value in self.algorithm.settings.items()},
+            "made": {"fedprior": __version__, "torch": str(torch.__version__)},
+        }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the server waits, and for how many."""
+
+    round_seconds: float = 600.0
+    """A client that has not answered after this is left out."""
+    min_replies: int = 0
+    """Good replies without which there is no M-step; 0: half of the cohort."""
+    attempts: int = 3
+    """How often more replies are asked for before the run stops."""
+    wait_for: int = 0
+    """Clients that must be there before the first round; 0: a cohort."""
+    start_seconds: float = 300.0
+    """How long to wait for them, and later for `min_replies` of them."""
+    poll_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts"):
+            if getattr(self, name) <= 0:
+                raise SettingError(f"{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+        for name in ("min_replies", "wait_for"):
+            if getattr(self, name) < 0:
+                raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Limits":
+        """From a run config, whose keys are written with hyphens."""
+        known = {f.name: Option(f.name.replace("_", "-"), f.type, f.default) for f in fields(cls)}
+        given = {name: config[option.name] for name, option in known.items() if option.name in config}
+        return cls(**{name: convert(known[name], value) for name, value in given.items()})
+
+
+def named_job(config: Mapping[str, Any]) -> Job:
+    """A job from names: `task`, `algorithm` and `settings`, which are written `key=value; key=value`."""
+    name, chosen = str(config.get("task", "")), str(config.get("algorithm", ""))
+    given = parse_settings(config)
+    for_run, for_task, for_algorithm = runs.sort_settings(given, name, [chosen])
+    task = named_task(name, seed=_settings(for_run).seed, **for_task)
+    settings = runs.run_settings({**task.defaults, **for_run}, task)
+    built = named_algorithm(chosen, task.network, **{**task.algorithms.get(chosen, {}), **for_algorithm[chosen]})
+    return Job(name, task.network, built, settings, task.data.clients, task.data, task.data, task.options)
+
+
+def own_job(
+    config: Mapping[str, Any],
+    model: nn.Module,
+    example: Tensor,
+    *,
+    clients: int,
+    loss: Loss = cross_entropy,
+    test: tuple[Tensor, Tensor] | None = None,
+    name: str = "own",
+    **defaults: Any,
+) -> Job:
+    """A job from your own module and one example input; `test` is what the server tests on, if it has something.
+
+    `algorithm` and `settings` come from the run config; `defaults` are settings of the run that it may override.
+    """
+    network, chosen = Network(model, example, loss), str(config.get("algorithm", ""))
+    given, known = parse_settings(config), algorithm_settings(chosen, {})
+    for key in given:
+        if key not in known and key not in runs.RUN_OPTIONS:
+            raise nearest(key, {*known, *runs.RUN_OPTIONS}, "setting")
+    few = {"clients_per_round": min(Settings.clients_per_round, clients)}
+    settings = _settings({**few, **defaults, **{k: v for k, v in given.items() if k in runs.RUN_OPTIONS}})
+    built = named_algorithm(chosen, network, **{k: v for k, v in given.items() if k in known})
+    # Only the test part of it is ever looked at.
+    tested = FederatedData.from_clients([(*test, *test)], min_examples=1) if test is not None else None
+    return Job(name, network, built, settings, clients, test=tested)
+
+
+def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """`lambda0=5e-6; server_optimiser=Adam(lr=0.01, eps=1e-8)` as a dictionary."""
+    pairs = [pair.strip() for pair in str(config.get("settings", "")).split(";") if pair.strip()]
+    for pair in pairs:
+        if "=" not in pair:
+            raise SettingError(f"settings are written key=value; key=value, got {pair!r}")
+    given = {key.strip(): value.strip() for key, value in (pair.split("=", 1) for pair in pairs)}
+    for key in given:
+        if key in SIMULATOR_ONLY:
+            raise SettingError(f"{key} is a setting of the simulator; a deployment has none")
+    return given
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    return runs.run_settings(given)

@@ -1,0 +1,220 @@
+"""A whole federation on one machine: a SuperLink with TLS and authenticated SuperNodes, each in its own processes.
+
+It is what the guide does by hand on several machines. Every process is ended by its own id, however the block is left.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedprior.errors import RunError
+from fedprior.flower.certificates import make_certificates
+
+HOST = "127.0.0.1"
+
+
+class Loopback:
+    """Use it as `with Loopback(folder, nodes=3) as federation:`.
+
+    With `simulation` there are no devices and no keys: Flower's simulation engine plays them in the server's process.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 3, threads: int = 1, simulation: bool = False) -> None:
+        self.folder, self.nodes, self.threads = folder.resolve(), nodes, threads
+        self.simulation = simulation
+        self.certificates = self.folder / "certificates"
+        self.port, *self.node_ports = _free_ports(nodes + 1)
+        self.link_port = self.port
+        """Where nodes find the SuperLink; a counting proxy may stand between."""
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> "Loopback":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            make_certificates(self.certificates, [HOST, "localhost"], self.nodes)
+            self._configure()
+            self.start_superlink()
+            # Before they start: a node that is not registered is refused.
+            keys = [str(self.certificates / f"node-{number}.pub") for number in range(self.nodes)]
+            keys = [] if self.simulation else keys
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda key: self.flwr("supernode", "register", key, "loopback"), keys))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _configure(self) -> None:
+        """A connection for the `flwr` command; Flower wants absolute paths in it."""
+        home = self.folder / "home-cli"
+        home.mkdir()
+        trust = f"root-certificates = {json.dumps(str(self.certificates / 'ca.pem'))}\n"
+        home.joinpath("config.toml").write_text(
+            f'[superlink]\ndefault = "loopback"\n\n[superlink.loopback]\naddress = "{HOST}:{self.port}"\n'
+            f"{'insecure = true' if self.simulation else trust}\n",
+            encoding="utf-8",
+        )
+
+    def start_superlink(self) -> None:
+        """Start the server and wait until it answers."""
+        files = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "ca.pem"}
+        secure = [f"--ssl-{option}={self.certificates / name}" for option, name in files.items()]
+        kind = ["--simulation", "--insecure"] if self.simulation else ["--enable-supernode-auth", *secure]
+        database = f"--database={self.folder / 'superlink.db'}"
+        self._spawn("superlink", ["flower-superlink", *kind, database, f"--host={HOST}", f"--port={self.port}"])
+        scheme = "http" if self.simulation else "https"
+        context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if self.processes["superlink"].poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{scheme}://{HOST}:{self.port}/health", timeout=2, context=context):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise RunError(f"the SuperLink did not start; see {self.folder / 'superlink.log'}")
+
+    def start_node(self, number: int) -> None:
+        """Start a device, which is the client of that number."""
+        key = self.certificates / f"node-{number}"
+        self._spawn(
+            f"node-{number}",
+            [
+                "flower-supernode",
+                f"--root-certificates={self.certificates / 'ca.pem'}",
+                f"--superlink={HOST}:{self.link_port}",
+                f"--auth-supernode-private-key={key}",
+                f"--port={self.node_ports[number]}",
+                f"--node-config=partition-id={number}",
+            ],
+        )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, with everything the process started: a power failure."""
+        _end(self.processes.pop(name), patience=0)
+
+    def run(self, app: Path, config: Mapping[str, Any]) -> str:
+        """Submit the app; the id of its run."""
+        pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+        size = ["--federation-config", f"num-supernodes={self.nodes}"] if self.simulation else []
+        out = self.flwr("run", str(app), "loopback", "--run-config", pairs, *size, "--format", "json")
+        return str(json.loads(out[out.index("{") :])["run-id"])
+
+    def status(self, run: str) -> str:
+        """What Flower says of a run: `running`, `finished:completed`, `finished:failed`, …"""
+        out = self.flwr("list", "loopback", "--run-id", run, "--format", "json")
+        return str(json.loads(out[out.index("{") :])["runs"][0]["status"])
+
+    def wait(self, run: str) -> None:
+        """Until a run is complete; an error if it failed."""
+        while not (status := self.status(run)).startswith("finished"):
+            time.sleep(3)
+        if status != "finished:completed":
+            raise RunError(f"run {run} is {status}; see {self.folder / 'superlink.log'}")
+
+    def flwr(self, *arguments: str) -> str:
+        """The `flwr` command, as its user would call it."""
+        done = subprocess.run(
+            [_program("flwr"), *arguments], env=self._environment("cli"), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RunError(f"flwr {' '.join(arguments[:2])} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
+        return done.stdout
+
+    def stop(self) -> None:
+        """End every process that is left: first nicely, then not, nodes before their server."""
+        with _patient():
+            nodes = [name for name in self.processes if name != "superlink"]
+            for names in (nodes, [name for name in self.processes if name not in nodes]):
+                for name in names:
+                    if self.processes[name].poll() is None:
+                        self.processes[name].send_signal(signal.SIGTERM)
+                for name in names:
+                    _end(self.processes.pop(name))
+
+    def _spawn(self, name: str, command: list[str]) -> None:
+        """A process in a group of its own, so that it can be ended with its children, and Ctrl-C is ours alone."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [_program(command[0]), *command[1:]],
+                env=self._environment(name),
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Nobody is called at home, nothing is installed, and no proxy stands before this machine itself."""
+        return {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "FLWR_HOME": str(self.folder / f"home-{name}"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "NO_PROXY": f"{HOST},localhost",
+            "no_proxy": f"{HOST},localhost",
+            "OMP_NUM_THREADS": str(self.threads),
+        }
+
+
+def _end(process: subprocess.Popen[bytes], patience: float = 10) -> None:
+    """Wait for a process, or kill it; and what it had started, which is in its group."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """A second Ctrl-C does not leave processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _program(name: str) -> str:
+    """A program of this Python's environment, which need not be on the path."""
+    found = Path(sys.executable).parent / name
+    return str(found) if found.exists() else name
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,78 @@
+"""What a client remembers between its turns (SCAFFOLD's control variates), on its own disk.
+
+Flower's own `context.state` dies with the SuperNode. And a client cannot know whether its upload was used: it may have
+come too late, or the server may have gone back to its last checkpoint. So each turn is kept beside the one before it,
+and the server says in its next message which round's upload it last used.
+"""
+
+import re
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from fedprior import trees
+from fedprior.errors import WireError
+from fedprior.simulate.checkpoint import write_atomically
+from fedprior.trees import Tree
+
+_RUN = re.compile(r"[0-9a-f]{16}")
+
+
+def check_run(run: object) -> str:
+    """A run's name becomes part of a path, so it may be nothing but what our servers draw."""
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise WireError("the server's message names no run")
+    return run
+
+
+class Memory:
+    """A client's last two turns in one run."""
+
+    def __init__(self, folder: Path, run: str, client: int, blank: Tree) -> None:
+        self.path = folder / check_run(run) / f"client-{client}.safetensors"
+        self.blank = blank
+        """The memory before a first turn; empty where the algorithm remembers nothing, and then no file is made."""
+        self.turns: dict[int, Tree] = {}
+        self.lost = False
+        """Whether the server used an upload that this client knows nothing of, as after a new disk."""
+
+    def recall(self, accepted: int) -> Tree:
+        """The memory after the turn that the server last used; 0: none yet."""
+        if not self.blank:
+            return self.blank
+        saved = self._load() if accepted else {}
+        self.turns = {accepted: saved[accepted]} if accepted in saved else {}
+        self.lost = accepted > 0 and not self.turns
+        return self.turns.get(accepted, self.blank)
+
+    def keep(self, number: int, memory: Tree) -> None:
+        """Remember this turn beside the last one that was used."""
+        if not self.blank:
+            return
+        flat = dict(trees.leaves({str(turn): tree for turn, tree in {**self.turns, number: memory}.items()}))
+        plain = {name: value.detach().cpu().contiguous().clone() for name, value in flat.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(self.path, safetensors.torch.save(plain))
+
+    def _load(self) -> dict[int, Tree]:
+        """All turns on disk; none where the file is missing, damaged or of another model."""
+        try:
+            tensors = safetensors.torch.load(self.path.read_bytes())
+            turns = {int(name.split("/", 1)[0]) for name in tensors}
+            return {
+                turn: {
+                    section: {name: _like(tensors[f"{turn}/{section}/{name}"], leaf) for name, leaf in leaves.items()}
+                    for section, leaves in self.blank.items()
+                }
+                for turn in turns
+            }
+        except (OSError, safetensors.SafetensorError, KeyError, ValueError):
+            return {}
+
+
+def _like(found: Tensor, model: Tensor) -> Tensor:
+    if found.shape != model.shape or found.dtype != model.dtype:
+        raise ValueError(found.shape)
+    return found.to(model.device)

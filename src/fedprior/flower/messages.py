@@ -1,0 +1,118 @@
+"""Our bytes in Flower's records and back. What comes from another machine is checked field by field.
+
+Every message holds one opaque array of bytes (`stype` "raw": never handed to NumPy's or torch's loaders, so nothing can
+be unpickled) and one small record of numbers.
+"""
+
+import math
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedprior.errors import WireError
+from fedprior.flower.memory import check_run
+from fedprior.flower.node import Answer, Order
+from fedprior.flower.server import Round, Server, Upload
+
+WIRE, ABOUT, NUMBERS, ARRAY = "wire", "about", "numbers", "message"
+
+
+def write_order(order: Order) -> RecordDict:
+    """The content of a message to a client."""
+    about = ConfigRecord({"round": order.number, "run": order.run, "accepted": order.accepted})
+    return RecordDict({WIRE: _wrap(order.packet), ABOUT: about})
+
+
+def read_order(content: RecordDict) -> Order:
+    """The inverse, at the client."""
+    about = content.config_records.get(ABOUT)
+    if about is None:
+        raise WireError("the server's message does not say what it is about")
+    number, accepted = about.get("round"), about.get("accepted")
+    if not _whole(number, 1, 2**32 - 1) or not _whole(accepted, 0, 2**32 - 1):
+        raise WireError("the server's message names no round")
+    return Order(_unwrap(content), int(number), check_run(about.get("run")), int(accepted))  # type: ignore[arg-type]
+
+
+def write_answer(answer: Answer) -> RecordDict:
+    """The content of a client's reply."""
+    return RecordDict({WIRE: _wrap(answer.upload), NUMBERS: MetricRecord(dict(answer.metrics))})
+
+
+def numbers(content: RecordDict) -> dict[str, Any]:
+    """A client's numbers, whatever they are."""
+    found = content.metric_records.get(NUMBERS)
+    if found is None:
+        raise WireError("the reply has no numbers")
+    return dict(found)
+
+
+def payload_bytes(message: Message) -> int:
+    """How many bytes of arrays a reply brought, good or not."""
+    if not message.has_content():
+        return 0
+    records = message.content.array_records.values()
+    return sum(len(array.data) for record in records for array in record.values())
+
+
+def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -> Upload:
+    """A client's answer, or a WireError."""
+    about = numbers(content)
+    if about.get("client") != client:
+        raise WireError(f"the reply is from client {_short(about.get('client'))}, the node is client {client}")
+    if about.get("round") != turn.number:
+        raise WireError(f"the reply is of round {_short(about.get('round'))}, expected {turn.number}")
+    loss, correct, tested = about.get("loss"), about.get("correct"), about.get("tested")
+    if not isinstance(loss, float) or not math.isfinite(loss):
+        raise WireError("the reply has no finite loss")
+    if not _whole(tested, 0, 2**62) or not _whole(correct, 0, int(tested)):  # type: ignore[arg-type]
+        raise WireError("the reply's test counts make no sense")
+    apart = (about.get("tv_mean"), about.get("tv_max"))
+    probabilities = all(isinstance(value, float) and 0 <= value <= 1 for value in apart)
+    layers, kept = list(turn.up.gates), about.get("floored", [])
+    if not isinstance(kept, list) or not all(_whole(i, 0, len(layers) - 1) for i in kept):
+        raise WireError("the reply names layers that the model does not have")
+    return Upload(
+        message=server.read(turn, _unwrap(content)),
+        loss=loss,
+        correct=int(correct),  # type: ignore[arg-type]
+        tested=int(tested),  # type: ignore[arg-type]
+        disagreement=apart if probabilities else None,  # type: ignore[arg-type]
+        floored=tuple(layers[i] for i in kept),
+        forgot=about.get("forgot") == 1,
+    )
+
+
+def check_introduction(content: RecordDict, server: Server, turn: Round) -> int:
+    """The client that a node says it is, if it speaks of the same model and algorithm."""
+    about = numbers(content)
+    client = about.get("client")
+    if not _whole(client, 0, server.job.clients - 1):
+        raise WireError(f"the node says it is client {_short(client)} of {server.job.clients}")
+    for direction, layout in (("down", turn.down), ("up", turn.up)):
+        if about.get(direction) != int.from_bytes(layout.fingerprint, "big", signed=True):
+            raise WireError("the node has another model, algorithm or version of fedprior")
+    return int(client)  # type: ignore[arg-type]
+
+
+def _wrap(data: bytes) -> ArrayRecord:
+    return ArrayRecord({ARRAY: Array("uint8", (len(data),), "raw", data)})
+
+
+def _unwrap(content: RecordDict) -> bytes:
+    """The bytes of a message; they are read by `wire.decode`, which knows how many there must be."""
+    records = content.array_records
+    if list(records) != [WIRE] or list(records[WIRE]) != [ARRAY]:
+        raise WireError("the message does not hold exactly one array")
+    array = records[WIRE][ARRAY]
+    if (array.dtype, array.stype, tuple(array.shape)) != ("uint8", "raw", (len(array.data),)):
+        raise WireError("the message's array is not one of raw bytes")
+    return bytes(array.data)
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _short(value: object) -> str:
+    return repr(value)[:40]

@@ -1,0 +1,109 @@
+"""A client's half of a round, whoever carries the messages: a packet's bytes in, an upload's bytes out."""
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedprior import keys, trees, wire
+from fedprior.data import FederatedData
+from fedprior.data.federated import ClientData
+from fedprior.em import e_step
+from fedprior.errors import DivergedError, WireError
+from fedprior.flower.job import Job
+from fedprior.flower.memory import Memory
+from fedprior.flower.server import floored
+from fedprior.keys import Purpose
+from fedprior.metrics import accuracy_count, disagreement
+from fedprior.network import Network
+from fedprior.simulate.batches import client_batches
+
+
+class Order(NamedTuple):
+    """What the server asks of a client."""
+
+    packet: bytes
+    number: int
+    """The round."""
+    run: str
+    accepted: int
+    """The round in which the server last used an upload of this client; 0: never."""
+
+
+class Answer(NamedTuple):
+    """What a client sends back."""
+
+    upload: bytes
+    metrics: dict[str, int | float | list[int]]
+
+
+@dataclass
+class Node:
+    """One client on its own machine."""
+
+    job: Job
+    client: int
+    network: Network
+    data: FederatedData
+    """Its own examples, as those of a federation of one."""
+    folder: Path
+    """Where it keeps what it remembers."""
+    down: wire.Layout
+    up: wire.Layout
+
+    @classmethod
+    def new(cls, job: Job, client: int, data: ClientData, folder: Path) -> "Node":
+        """A client of a number and its data."""
+        job.check_client(client)
+        device = job.settings.resolved_device()
+        network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
+        classes = job.data.classes if job.data is not None else None
+        own = FederatedData.from_clients([data], classes=classes, min_examples=1).to(device)
+        # Any server state gives the layouts: they depend on the model and the prior alone.
+        blank = job.algorithm.init(network.params())
+        return cls(job, client, network, own, folder, job.algorithm.downlink(blank), job.algorithm.uplink(blank))
+
+    def introduce(self) -> dict[str, int | float | list[int]]:
+        """Who this is, and fingerprints of what it understands and speaks."""
+        down, up = (int.from_bytes(layout.fingerprint, "big", signed=True) for layout in (self.down, self.up))
+        return {"client": self.client, "examples": self.data.train.size(0), "down": down, "up": up}
+
+    def respond(self, order: Order) -> Answer:
+        """The E-step: exactly what the simulator does for this client in this round."""
+        algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
+        packet = trees.tree_map(_channels_last, wire.decode(order.packet, self.down, order.number, device))
+        memory = Memory(self.folder, order.run, self.client, algorithm.correction.remember(self.network.params()))
+        remembered = trees.tree_map(_channels_last, memory.recall(order.accepted))
+        key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
+        batches = client_batches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
+        step = e_step(algorithm, self.network, packet, batches, key, remembered)
+        if not bool(step.loss.isfinite()):
+            raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")
+        try:
+            upload = wire.encode(step.upload, self.up, order.number)
+        except WireError as error:
+            raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
+        rows = self.data.test[0]
+        params = algorithm.prior.realise(step.upload, packet)
+        correct = accuracy_count(self.network, params, self.data.test_x[rows], self.data.test_y[rows])
+        kept = floored(step.upload)
+        metrics: dict[str, int | float | list[int]] = {
+            "client": self.client,
+            "round": order.number,
+            "loss": float(step.loss),
+            "correct": int(correct),
+            "tested": len(rows) if self.data.labelled else 0,
+            "floored": [i for i, layer in enumerate(self.up.gates) if layer in kept],
+            **disagreement(step.gates, algorithm.prior.gates(packet)),
+        }
+        # Last: what is remembered must be what was sent.
+        memory.keep(order.number, step.memory)
+        return Answer(upload, {**metrics, "forgot": int(memory.lost)})
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    """The layout in which CPU convolutions are fastest, as in the simulator, whose bits these should be."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

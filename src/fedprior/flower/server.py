@@ -1,0 +1,199 @@
+"""The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedprior import keys, trees, wire
+from fedprior.em import m_step
+from fedprior.errors import DivergedError
+from fedprior.flower.job import Job
+from fedprior.keys import Purpose
+from fedprior.metrics import ensemble_accuracy, local_accuracy
+from fedprior.models import Ensemble
+from fedprior.network import Network
+from fedprior.optimisers import TreeOptimiser
+from fedprior.trees import Tree
+from fedprior.version import __version__
+from fedprior.workers import Workers
+
+Record = dict[str, Any]
+
+
+class Upload(NamedTuple):
+    """A client's answer that was found good."""
+
+    message: Tree
+    loss: float
+    correct: int
+    tested: int
+    """How many test examples the client has of its own, and how many its hard assignment gets right."""
+    disagreement: tuple[float, float] | None = None
+    """Mean and maximum of |π − θ| over gates; None where there are none."""
+    floored: tuple[str, ...] = ()
+    """Layers in which the floor kept a unit of the client's."""
+    forgot: bool = False
+    """Whether the client has lost what it should remember of its earlier turns."""
+
+
+@dataclass
+class Round:
+    """One round while it is open. Nothing of the server changes before it is closed."""
+
+    number: int
+    key: Tensor
+    server: Tree
+    """The server's state, pruned: what it speaks from and what uploads refer to."""
+    down: wire.Layout
+    up: wire.Layout
+    bytes_up: int = 0
+    bytes_down: int = 0
+    floored: set[str] = field(default_factory=set)
+    faults: list[Record] = field(default_factory=list)
+    spoken: dict[int, bytes] = field(default_factory=dict)
+    """Packets by client; by −1 the one that all clients get."""
+
+
+@dataclass
+class Server:
+    """Everything at the server that lasts from round to round."""
+
+    job: Job
+    run: str
+    """A random name under which clients keep what they remember of this run."""
+    network: Network
+    root: Tensor
+    state: Tree
+    optimiser: TreeOptimiser | None
+    accuracy: Tensor
+    """Each client's test accuracy with the model it last sent; nan before its first turn."""
+    accepted: dict[int, int] = field(default_factory=dict)
+    """For every client, the last round in which its upload was used."""
+    round: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def new(cls, job: Job, run: str) -> "Server":
+        """A server before its first round."""
+        device = job.settings.resolved_device()
+        network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
+        state, server = job.algorithm.init(network.params()), job.algorithm.server
+        optimiser = TreeOptimiser(server, state) if server is not None else None
+        accuracy = torch.full((job.clients,), torch.nan, dtype=torch.float64)
+        return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, accuracy)
+
+    def begin(self) -> Round:
+        """Open the next round."""
+        server, algorithm = self.job.algorithm.prior.prune(self.state), self.job.algorithm
+        number = self.round + 1
+        return Round(number, keys.fold(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
+
+    def packet(self, turn: Round, client: int) -> bytes:
+        """What a client is sent in this round."""
+        algorithm = self.job.algorithm
+        listener = client if algorithm.prior.per_client else -1
+        if listener not in turn.spoken:
+            spoken = algorithm.broadcast(turn.server, keys.fold(keys.fold(turn.key, Purpose.BROADCAST), client))
+            turn.floored |= floored(spoken)
+            turn.spoken[listener] = wire.encode(spoken, turn.down, turn.number)
+        return turn.spoken[listener]
+
+    def read(self, turn: Round, data: bytes) -> Tree:
+        """An upload, or a WireError; its length is checked before anything is allocated for it."""
+        return wire.decode(data, turn.up, turn.number, self.root.device)
+
+    def close(self, turn: Round, uploads: Mapping[int, Upload], evaluate: bool, seconds: float = 0.0) -> Record:
+        """The M-step with what came back, and the round's record."""
+        began, job = time.perf_counter(), self.job
+        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]))
+        for client, upload in uploads.items():
+            self.accepted[client] = turn.number
+            if upload.tested:
+                self.accuracy[client] = upload.correct / upload.tested
+        self.round = turn.number
+        losses = [upload.loss for upload in uploads.values()]
+        record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
+        record |= {"train_loss": sum(losses) / len(losses), "clients": list(uploads)}
+        kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
+        if kept:
+            record["floored"] = sorted(kept)
+        if forgot := [client for client, upload in uploads.items() if upload.forgot]:
+            record["forgot"] = forgot
+        if turn.faults:
+            record["faults"] = turn.faults
+        if evaluate:
+            record |= self.evaluate()
+            apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]
+            if apart and job.algorithm.prior.gates(turn.server):
+                record["tv_mean"] = sum(mean for mean, _ in apart) / len(apart)
+                record["tv_max"] = max(most for _, most in apart)
+        self.seconds += seconds + time.perf_counter() - began
+        return record
+
+    def evaluate(self) -> Record:
+        """Accuracies and size of the server as it is; the global accuracy needs test examples at the server."""
+        prior, test = self.job.algorithm.prior, self.job.test
+        server = prior.prune(self.state)
+        models = prior.predict(server)
+        accuracy = math.nan
+        if test is not None:
+            workers = Workers(self.network, 1 if self.root.device.type != "cpu" else torch.get_num_threads())
+            accuracy = ensemble_accuracy(workers, models, test.to(self.root.device))
+        size = 1 - prior.effective_parameters(server) / trees.count(models)
+        return {"global_accuracy": accuracy, "local_accuracy": local_accuracy(self.accuracy), "sparsity": size}
+
+    def _m_step(self, turn: Round, uploads: Tree) -> Tree:
+        """The new state; the old one with the old moments if it is not finite, as in the simulator."""
+        moments = self.optimiser.state() if self.optimiser else {}
+        count = len(next(iter(uploads["weights"].values())))
+        updated = m_step(self.job.algorithm, turn.server, uploads, self.optimiser, count / self.job.clients)
+        if all(bool(leaf.isfinite().all()) for _, leaf in trees.leaves(updated)):
+            return updated
+        if self.optimiser:
+            self.optimiser.load_state(moments)
+        raise DivergedError(
+            f"the server diverged in round {turn.number}: its weights or thresholds are no longer finite. "
+            "The state before that round is kept; lower the server's learning rates"
+        )
+
+    def model(self) -> nn.Module:
+        """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+        models = self.job.algorithm.prior.predict(self.job.algorithm.prior.prune(self.state))
+        members = []
+        for k in range(len(next(iter(models.values())))):
+            member = copy.deepcopy(self.network.module)
+            member.load_state_dict(trees.row(models, k), strict=False)
+            members.append(member.eval())
+        return members[0] if len(members) == 1 else Ensemble(members).eval()
+
+    def summary(self, records: list[Record]) -> Record:
+        """Totals and final values, as the simulator's, and how many replies were refused or missing."""
+        prior, last = self.job.algorithm.prior, records[-1]
+        server, name = prior.prune(self.state), self.job.algorithm.name
+        return {
+            "engine": "flower",
+            **{"task": self.job.task, "algorithm": name, "label": name, "seed": self.job.settings.seed},
+            "rounds": len(records),
+            **{key: last.get(key) for key in ("global_accuracy", "local_accuracy")},
+            "bytes_up": sum(record["bytes_up"] for record in records),
+            "bytes_down": sum(record["bytes_down"] for record in records),
+            "sparsity": last.get("sparsity"),
+            "parameters": trees.count(prior.predict(server)),
+            "effective_parameters": prior.effective_parameters(server),
+            "faults": sum(len(record.get("faults", ())) for record in records),
+            "seconds": round(self.seconds, 3),
+            "device": self.root.device.type,
+            "mode": "flower",
+            "version": __version__,
+        }
+
+
+def floored(state: Tree) -> set[str]:
+    """The layers in which the floor kept a unit."""
+    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}

@@ -1,0 +1,265 @@
+"""Hard EM as a Flower strategy: who takes part, what is sent, which replies count, when a round is over.
+
+Not a subclass of Flower's FedAvg, whose aggregation averages arrays of equal shape: here the prior decides. The
+server's whole state is in the strategy; Flower's `arrays` argument is not used.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedprior import keys
+from fedprior.errors import RunError, WireError
+from fedprior.flower import messages
+from fedprior.flower.job import Limits
+from fedprior.flower.node import Order
+from fedprior.flower.server import Record, Round, Server, Upload
+from fedprior.keys import Purpose
+
+# Flower's logger: what it says reaches `flwr log`.
+log = logging.getLogger("flwr")
+ASK_AGAIN = 30.0
+"""Seconds before a node whose introduction failed is asked again."""
+GONE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+"""Errors that Flower reports in the place of a node that does not answer."""
+
+
+class HardEM(Strategy):
+    """One federated run on whatever nodes are there."""
+
+    def __init__(self, server: Server, limits: Limits, keep: Callable[[Record], None] = lambda record: None) -> None:
+        self.server, self.limits, self.keep = server, limits, keep
+        cohort = server.job.settings.clients_per_round
+        self.min_replies = limits.min_replies or -(-cohort // 2)
+        if self.min_replies > cohort:
+            raise RunError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
+        self.clients: dict[int, int] = {}
+        """The client that each node is, of the nodes that have introduced themselves."""
+        self.asked: dict[str, int] = {}
+        """Introductions that are still to come: node by message."""
+        self.again: dict[int, float] = {}
+        """When a node whose introduction failed is to be asked again; never, if it has another model."""
+        self._open()
+
+    def _open(self) -> None:
+        """The next round: nothing sent, nothing back."""
+        self.turn: Round = self.server.begin()
+        self.attempt = 0
+        self.cohort: list[int] = []
+        self.tried: set[int] = set()
+        self.sent: list[Message] = []
+        self.good: dict[int, Upload] = {}
+        self.started = time.monotonic()
+
+    # ------------------------------------------------------------------ the run
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 0,
+        timeout: float = 0.0,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """All rounds that are left. Rounds and time limits are the job's, not Flower's arguments."""
+        self.summary()
+        result = Result()
+        rounds = self.server.job.settings.rounds
+        least = min(self.limits.wait_for or self.server.job.settings.clients_per_round, self.server.job.clients)
+        while self.server.round < rounds:
+            record = self.run_round(grid, least)
+            metrics = MetricRecord()
+            metrics.update({key: value for key, value in record.items() if isinstance(value, (int, float))})
+            result.train_metrics_clientapp[self.server.round] = metrics
+            least = self.min_replies
+        result.arrays = ArrayRecord(dict(self.server.model().state_dict()))
+        return result
+
+    def run_round(self, grid: Grid, least: int) -> Record:
+        """Ask until there are enough good replies, but not forever."""
+        number = self.turn.number
+        while self.attempt < self.limits.attempts:
+            self.meet(grid, least if self.attempt == 0 else self.min_replies)
+            orders = self.configure_train(number, ArrayRecord(), ConfigRecord(), grid)
+            self.aggregate_train(number, self.exchange(grid, orders))
+            if len(self.good) >= self.min_replies:
+                return self._close()
+            log.warning("round %d has %d good replies of at least %d", number, len(self.good), self.min_replies)
+        raise RunError(
+            f"round {number} had {len(self.good)} good replies after {self.limits.attempts} attempts, "
+            f"{self.min_replies} are needed. The state before it is kept: mend the nodes and start again with resume="
+        )
+
+    def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
+        """Send, and collect replies until all are there or time is up."""
+        replies: list[Message] = []
+        waiting = {str(name) for name in grid.push_messages(orders) if name}
+        deadline = time.monotonic() + self.limits.round_seconds
+        while waiting and time.monotonic() < deadline:
+            new = list(grid.pull_messages(waiting))
+            replies += new
+            waiting -= {reply.metadata.reply_to_message_id for reply in new}
+            if waiting:
+                time.sleep(self.limits.poll_seconds)
+        return replies
+
+    # ------------------------------------------------------------------ who is there
+    def meet(self, grid: Grid, least: int) -> None:
+        """Let nodes that are new introduce themselves, and wait until at least so many clients are there."""
+        deadline = time.monotonic() + self.limits.start_seconds
+        while True:
+            online = set(grid.get_node_ids())
+            self.clients = {node: client for node, client in self.clients.items() if node in online}
+            self.asked = {name: node for name, node in self.asked.items() if node in online}
+            self.again = {node: when for node, when in self.again.items() if node in online}
+            later = {node for node, when in self.again.items() if time.monotonic() < when}
+            self._greet(grid, online - self.clients.keys() - set(self.asked.values()) - later)
+            if self.asked:
+                self._introductions(list(grid.pull_messages(set(self.asked))))
+            there = len({*self.clients.values(), *self.good})
+            if there >= least:
+                return
+            if time.monotonic() > deadline:
+                if there >= self.min_replies:
+                    log.warning("going on with %d clients, after waiting for %d", there, least)
+                    return
+                raise RunError(
+                    f"only {there} clients have connected in {self.limits.start_seconds:g} s, "
+                    f"{self.min_replies} are needed; see docs/deployment.md for what to check"
+                )
+            time.sleep(self.limits.poll_seconds)
+
+    def _greet(self, grid: Grid, nodes: set[int]) -> None:
+        ttl = self.limits.start_seconds + self.limits.round_seconds
+        greetings = [Message(RecordDict(), node, MessageType.QUERY, ttl=ttl) for node in sorted(nodes)]
+        if greetings:
+            names = grid.push_messages(greetings)
+            self.asked |= {str(name): m.metadata.dst_node_id for name, m in zip(names, greetings, strict=True) if name}
+
+    def _introductions(self, replies: Iterable[Message]) -> None:
+        for reply in replies:
+            node = self.asked.pop(reply.metadata.reply_to_message_id, None)
+            if node is None:
+                continue
+            self.again[node] = time.monotonic() + ASK_AGAIN
+            try:
+                content = _content(reply)
+                self.again[node] = math.inf  # until it is found to be one of us
+                client = messages.check_introduction(content, self.server, self.turn)
+                self.again[node] = time.monotonic() + ASK_AGAIN
+                if client in self.clients.values():
+                    # Perhaps the same device after a crash, whose old node Flower has not missed yet.
+                    raise WireError("another node is already this client")
+            except Exception as error:  # whatever a foreign machine sends, the run goes on
+                self._fault(node, None, error)
+                continue
+            del self.again[node]
+            log.info("node %d is client %d", node, client)
+            self.clients[node] = client
+
+    # ------------------------------------------------------------------ a round
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Messages for a cohort of those that are there."""
+        self.cohort = self._choose()
+        self.tried |= set(self.cohort)
+        self.attempt += 1
+        nodes, turn = {client: node for node, client in self.clients.items()}, self.turn
+        self.sent = []
+        for client in self.cohort:
+            packet = self.server.packet(turn, client)
+            turn.bytes_down += len(packet)
+            order = Order(packet, turn.number, self.server.run, self.server.accepted.get(client, 0))
+            content, group = messages.write_order(order), str(turn.number)
+            ttl = self.limits.round_seconds + 10  # our own limit comes first
+            self.sent.append(Message(content, nodes[client], MessageType.TRAIN, ttl=ttl, group_id=group))
+        return self.sent
+
+    def _choose(self) -> list[int]:
+        """The clients to ask: at first the simulator's cohort, if everybody is there; then others in their place."""
+        key = keys.fold(self.turn.key, Purpose.COHORT)
+        there = sorted(set(self.clients.values()) - self.good.keys())
+        pool = [client for client in there if client not in self.tried] or there
+        count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))
+        chosen = keys.choose(key if self.attempt == 0 else keys.fold(key, self.attempt), len(pool), count)
+        return [pool[i] for i in chosen]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Sort good replies from others. The M-step follows in `start`, which may ask for more first."""
+        # By the message they answer: Flower's own error replies name the server as their source.
+        expected = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
+        answered: set[str] = set()
+        found: dict[int, Upload] = {}
+        for reply in replies:
+            name = reply.metadata.reply_to_message_id
+            node = expected.get(name, reply.metadata.src_node_id)
+            client = self.clients.get(node)
+            try:
+                self.turn.bytes_up += messages.payload_bytes(reply)
+                if name not in expected or client is None:
+                    raise WireError("a reply that nobody asked for")
+                if name in answered:
+                    raise WireError("a second reply to one message")
+                answered.add(name)
+                found[client] = messages.read_answer(_content(reply), client, self.server, self.turn)
+            except Exception as error:  # whatever a foreign machine sends, the round goes on with the others
+                self._fault(node, client, error)
+                if reply.has_error() and reply.error.code in GONE:
+                    self.clients.pop(node, None)
+        for name in expected.keys() - answered:
+            # Flower misses a dead node only after a minute. Until this one answers a greeting, it is not asked.
+            node = expected[name]
+            silence = WireError(f"no reply in {self.limits.round_seconds:g} s")
+            self._fault(node, self.clients.pop(node, None), silence)
+        # In the cohort's order, not the order of arrival: a sum of floats depends on it.
+        self.good |= {client: found[client] for client in self.cohort if client in found}
+        self.sent = []
+        return None, None
+
+    def _close(self) -> Record:
+        settings, number = self.server.job.settings, self.turn.number
+        evaluate = number == settings.rounds or number % settings.evaluate_every == 0
+        record = self.server.close(self.turn, self.good, evaluate, time.monotonic() - self.started)
+        self.keep(record)
+        log.info("round %d: %d clients, loss %.4f", number, len(self.good), record["train_loss"])
+        self._open()
+        return record
+
+    def _fault(self, node: int, client: int | None, error: Exception) -> None:
+        kind = "" if isinstance(error, WireError) else f"{type(error).__name__}: "
+        what = " ".join(f"{kind}{error}".split())[:300]
+        log.warning("node %d (client %s): %s", node, "?" if client is None else client, what)
+        self.turn.faults.append({"node": str(node), "client": client, "what": what})
+
+    # ------------------------------------------------------------------ what Flower's interface asks for besides
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nothing: a client tests the model it sends, and the server its own."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing."""
+        return None
+
+    def summary(self) -> None:
+        job = self.server.job
+        log.info("%s on %s, rounds %d to %d", job.algorithm.name, job.task, self.server.round + 1, job.settings.rounds)
+
+
+def _content(reply: Message) -> RecordDict:
+    if reply.has_error():
+        raise WireError(f"error {reply.error.code}: {str(reply.error.reason)[:250]}")
+    if not reply.has_content():
+        raise WireError("the reply is empty")
+    return reply.content

@@ -1,0 +1,261 @@
+"""Whatever nodes send, lose or refuse, the round goes on with the others, and everything is counted."""
+
+import copy
+import itertools
+import math
+import random
+import struct
+import zlib
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from local_grid import LocalGrid
+
+from fedprior import RunError, WireError, trees, wire
+from fedprior.flower import HardEM, Limits, Server, messages
+from fedprior.flower.memory import check_run
+from fedprior.flower.messages import ARRAY, NUMBERS, WIRE
+
+RUN = "0123456789abcdef"
+
+
+def with_payload(order, reply, data, **about):
+    record = MetricRecord({**reply.content[NUMBERS], **about})
+    array = Array("uint8", (len(data),), "raw", bytes(data))
+    return Message(RecordDict({WIRE: ArrayRecord({ARRAY: array}), NUMBERS: record}), reply_to=order)
+
+
+def payload(reply):
+    return reply.content[WIRE][ARRAY].data
+
+
+def flipped(order, reply, draw):
+    data = bytearray(payload(reply))
+    for _ in range(draw.randint(1, 5)):
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return [with_payload(order, reply, data)] if bytes(data) != payload(reply) else flipped(order, reply, draw)
+
+
+def of_another_round(order, reply, draw):
+    return [with_payload(order, reply, payload(reply), round=draw.randint(2, 9))]
+
+
+def not_finite(order, reply, draw):
+    """A message whose header and checksum are right, and whose numbers are not."""
+    data = bytearray(payload(reply))
+    data[-4:] = torch.tensor(draw.choice([math.nan, math.inf, -math.inf])).numpy().tobytes()
+    head, body = bytes(data[: wire.HEADER_BYTES - 4]), bytes(data[wire.HEADER_BYTES :])
+    checksum = struct.pack("<I", zlib.crc32(body, zlib.crc32(head)))
+    return [with_payload(order, reply, head + checksum + body)]
+
+
+def wrong_records(order, reply, draw):
+    array = Array("float32", (1,), "numpy.ndarray", b"\x93NUMPY" + draw.randbytes(20))
+    contents = [
+        RecordDict(),
+        RecordDict({WIRE: reply.content[WIRE]}),
+        RecordDict({NUMBERS: reply.content[NUMBERS]}),
+        RecordDict({WIRE: reply.content[NUMBERS], NUMBERS: reply.content[WIRE]}),
+        RecordDict({WIRE: ArrayRecord({ARRAY: array}), NUMBERS: reply.content[NUMBERS]}),
+        RecordDict({WIRE: ArrayRecord({"other": array, ARRAY: array}), NUMBERS: reply.content[NUMBERS]}),
+    ]
+    return [Message(draw.choice(contents), reply_to=order)]
+
+
+def wrong_numbers(order, reply, draw):
+    wrong = draw.choice(
+        [
+            {"loss": math.nan},
+            {"loss": 3},
+            {"correct": -1},
+            {"correct": 10**6},
+            {"client": 99},
+            {"client": 0.5},
+            {"floored": [77]},
+            {"tested": [1, 2]},
+        ]
+    )
+    return [with_payload(order, reply, payload(reply), **wrong)]
+
+
+KINDS = {
+    "flipped bits": flipped,
+    "cut short": lambda o, r, draw: [with_payload(o, r, payload(r)[: draw.randrange(len(payload(r)))])],
+    "too long": lambda o, r, draw: [with_payload(o, r, payload(r) + draw.randbytes(draw.randint(1, 9)))],
+    "oversized": lambda o, r, draw: [with_payload(o, r, payload(r) + bytes(10**6))],
+    "garbage": lambda o, r, draw: [with_payload(o, r, draw.randbytes(draw.randint(0, 400)))],
+    "another round": of_another_round,
+    "not finite": not_finite,
+    "wrong records": wrong_records,
+    "wrong numbers": wrong_numbers,
+    "an error": lambda o, r, draw: [Message(Error(code=2, reason="boom"), reply_to=o)],
+    "nothing": lambda o, r, draw: [],
+    "the packet itself": lambda o, r, draw: [with_payload(o, r, payload(o))],
+}
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(trees.leaves(one), trees.leaves(other), strict=True))
+
+
+def test_a_thousand_corrupted_replies(make_job, quick, tmp_path):
+    """One client is hostile in every way there is: the model is what the other makes of it, and all are counted."""
+    job = make_job("fedsparse", {"clients_per_round": 2}, local_optimiser="SGD(lr=0.1)")
+    strategy, grid, draw = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path), random.Random(0)
+    strategy.meet(grid, 6)
+    orders = strategy.configure_train(1, ArrayRecord(), None, grid)
+    grid.push_messages(orders)
+    reply, honest = (grid.app(order, grid.context(order.metadata.dst_node_id)) for order in orders)
+    (hostile, client), clients = strategy.cohort, dict(strategy.clients)
+    for i, kind in zip(range(1000), itertools.cycle(KINDS), strict=False):
+        strategy.sent, strategy.good, strategy.clients = orders, {}, dict(clients)
+        strategy.aggregate_train(1, [*KINDS[kind](orders[0], reply, draw), honest])
+        assert list(strategy.good) == [client], kind
+        assert len(strategy.turn.faults) == i + 1, kind
+        assert strategy.turn.faults[-1]["client"] == hostile
+        assert strategy.turn.faults[-1]["node"] == str(1000 + hostile)
+    strategy._close()
+
+    twin = Server.new(job, RUN)
+    turn = twin.begin()
+    twin.close(turn, {client: messages.read_answer(honest.content, client, twin, turn)}, evaluate=False)
+    assert same(strategy.server.state, twin.state)
+
+
+def test_second_and_unasked_replies_are_left_out(make_job, quick, tmp_path):
+    job = make_job("fedavg")
+    grid = LocalGrid(job, tmp_path, lambda order, reply: [reply, copy.copy(reply)])
+    records = []
+    HardEM(Server.new(job, RUN), quick, records.append).start(grid)
+    for record in records:
+        assert len(record["clients"]) == 3
+        assert [fault["what"] for fault in record["faults"]] == ["a second reply to one message"] * 3
+    strategy = HardEM(Server.new(job, RUN), quick)
+    strategy.meet(grid, 6)
+    strategy.configure_train(1, ArrayRecord(), None, grid)
+    strategy.sent = []
+    stray = Message(RecordDict(), 1000, "train")
+    strategy.aggregate_train(1, [stray])
+    assert strategy.good == {}
+    assert "nobody asked for" in strategy.turn.faults[0]["what"]
+
+
+def test_a_node_that_never_answers_is_not_asked_until_it_greets(make_job, tmp_path):
+    job = make_job("fedavg", {"clients_per_round": 6, "rounds": 3})
+    limits, orders = Limits(round_seconds=0.1, start_seconds=0.2, poll_seconds=0.001, wait_for=6), []
+
+    class Grid(LocalGrid):
+        def pull_messages(self, message_ids):
+            alive = {i for i in message_ids if self.waiting[i].metadata.dst_node_id != 1003 or self.count < 8}
+            return super().pull_messages(alive)
+
+        def push_messages(self, messages):
+            orders.extend(m.metadata.dst_node_id for m in messages if m.metadata.message_type == "train")
+            return super().push_messages(messages)
+
+    grid, records = Grid(job, tmp_path), []
+    HardEM(Server.new(job, RUN), limits, records.append).start(grid)
+    assert [len(record["clients"]) for record in records] == [5, 5, 5]
+    assert records[0]["faults"] == [{"node": "1003", "client": 3, "what": "no reply in 0.1 s"}]
+    assert orders.count(1003) == 1
+    assert "faults" not in records[1]
+
+
+def test_others_are_asked_in_the_place_of_those_that_failed(make_job, quick, tmp_path):
+    job = make_job("fedavg", {"clients_per_round": 3, "rounds": 1})
+    failed = []
+
+    def first_three_fail(order, reply):
+        if order.metadata.message_type == "train" and len(failed) < 3:
+            failed.append(order.metadata.dst_node_id - 1000)
+            return [Message(Error(code=2, reason="no"), reply_to=order)]
+        return [reply]
+
+    records = []
+    HardEM(Server.new(job, RUN), quick, records.append).start(LocalGrid(job, tmp_path, first_three_fail))
+    assert sorted(records[0]["clients"] + failed) == list(range(6))
+    assert len(records[0]["faults"]) == 3
+
+
+def test_too_few_replies_stop_the_run_and_change_nothing(make_job, quick, tmp_path):
+    job = make_job("fedsparse")
+
+    def all_fail(order, reply):
+        train = order.metadata.message_type == "train"
+        return [Message(Error(code=2, reason="out of memory"), reply_to=order)] if train else [reply]
+
+    server = Server.new(job, RUN)
+    before = trees.tree_map(torch.clone, server.state)
+    strategy = HardEM(server, quick)
+    with pytest.raises(RunError, match=r"round 1 had 0 good replies after 3 attempts, 2 are needed.*resume="):
+        strategy.start(LocalGrid(job, tmp_path, all_fail))
+    assert server.round == 0
+    assert same(server.state, before)
+    assert {fault["what"] for fault in strategy.turn.faults} == {"error 2: out of memory"}
+
+
+def test_too_few_nodes_is_one_clear_error(make_job, tmp_path):
+    job = make_job("fedavg")
+    limits = Limits(start_seconds=0.05, poll_seconds=0.001)
+    with pytest.raises(RunError, match=r"only 1 clients have connected in 0.05 s, 2 are needed"):
+        HardEM(Server.new(job, RUN), limits).start(LocalGrid(job, tmp_path, clients=[4]))
+
+
+def test_nodes_of_another_model_or_number_do_not_take_part(make_job, quick, tmp_path):
+    job, other = make_job("fedavg", {"clients_per_round": 6}), make_job("fedsparse")
+
+    class Mixed(LocalGrid):
+        def pull_messages(self, message_ids):
+            honest = self.app
+            foreign = {i for i in message_ids if self.waiting[i].metadata.dst_node_id == 1001}
+            self.app = LocalGrid(other, self.folder).app
+            replies = super().pull_messages(foreign)
+            self.app = honest
+            return replies + super().pull_messages(set(message_ids) - foreign)
+
+    grid = Mixed(job, tmp_path)
+    grid.nodes |= {1006: 2, 1007: 6}  # one that claims another's number, one whose number is out of range
+    records = []
+    HardEM(Server.new(job, RUN), quick, records.append).start(grid)
+    faults = {fault["node"]: fault["what"] for fault in records[0]["faults"]}
+    assert faults["1001"] == "the node has another model, algorithm or version of fedprior"
+    assert "this node says it is client 6" in faults["1007"]
+    assert faults.keys() & {"1002", "1006"}
+    assert [sorted(record["clients"]) for record in records] == [[0, 2, 3, 4, 5]] * 3
+    assert all("faults" not in record for record in records[1:])
+
+
+def test_late_joiners_take_part(make_job, quick, tmp_path):
+    job = make_job("fedavg", {"clients_per_round": 6, "rounds": 4})
+    grid, records = LocalGrid(job, tmp_path, clients=[0, 1, 2]), []
+
+    def keep(record):
+        records.append(sorted(record["clients"]))
+        grid.nodes |= {1003: 3} if len(records) == 1 else {}
+        if len(records) == 3:
+            del grid.nodes[1000]
+
+    HardEM(Server.new(job, RUN), quick, keep).start(grid)
+    assert records == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+
+
+def test_clients_answer_in_any_case(make_job, tmp_path):
+    grid = LocalGrid(make_job("fedavg"), tmp_path)
+    for content in (RecordDict(), RecordDict({WIRE: ArrayRecord(), "about": MetricRecord({"round": 1})})):
+        reply = grid.app(Message(content, 1000, "train"), grid.context(1000))
+        assert reply.has_error()
+        assert "server's message" in reply.error.reason
+    context = grid.context(1000)
+    context.node_config = {}
+    reply = grid.app(Message(RecordDict(), 1000, "query"), context)
+    assert "--node-config 'partition-id=0'" in reply.error.reason
+
+
+@pytest.mark.parametrize("run", ["", "../../../../etc", "0123456789abcdeg", "0" * 17, None, 3])
+def test_a_run_name_is_never_a_path(run):
+    with pytest.raises(WireError):
+        check_run(run)

@@ -1,0 +1,89 @@
+"""Jobs and limits from a run config; keys and certificates."""
+
+import ssl
+import stat
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+import fedprior
+from fedprior import RunError, SettingError
+from fedprior.flower import Limits, named_job, own_job
+from fedprior.flower.certificates import make_certificates
+from fedprior.simulate.batches import client_batches
+
+NAMED = {"task": "mnist-mini", "algorithm": "fedsparse", "settings": "clients=4; lambda0=1e-5; rounds=7; seed=3"}
+
+
+def test_named_job_is_what_fedprior_run_would_train():
+    job, task = named_job(NAMED), fedprior.task("mnist-mini", seed=3, clients=4)
+    assert (job.clients, job.settings.rounds, job.settings.seed, job.settings.batch_size) == (4, 7, 3, 10)
+    assert job.algorithm.settings["lambda0"] == 1e-5
+    assert str(job.algorithm.settings["server_threshold_optimiser"]) == "Adamax(lr=0.0175)"  # the task's own setting
+    key = fedprior.keys.key(1)
+    x, y, test_x, test_y = job.part(2)
+    assert torch.equal(x, task.data.x[task.data.train[2]])
+    assert torch.equal(test_y, task.data.test_y[task.data.test[2]])
+    alone = fedprior.FederatedData.from_clients([(x, y, test_x, test_y)])
+    ours, theirs = client_batches(alone, 0, job.schedule, key), client_batches(task.data, 2, job.schedule, key)
+    assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"settings": "lambda0"}, "key=value; key=value"),
+        ({"settings": "lambda=3"}, "did you mean 'lambda0'"),
+        ({"settings": "attack=scale"}, "attack is a setting of the simulator"),
+        ({"task": "mnist-min"}, "did you mean 'mnist-mini'"),
+        ({"algorithm": "fedspars"}, "did you mean 'fedsparse'"),
+        ({"settings": "clients=3; clients_per_round=4"}, "there are only 3 clients"),
+    ],
+)
+def test_wrong_names_are_one_clear_error(config, message):
+    with pytest.raises(SettingError, match=message):
+        named_job({**NAMED, **config})
+
+
+def test_own_job():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    config = {"algorithm": "fedsparse", "settings": "server_optimiser=Adam(lr=0.01, eps=1e-7); epochs=2"}
+    test = torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 0])
+    job = own_job(config, model, torch.zeros(4), clients=2, test=test, batch_size=6)
+    assert str(job.algorithm.settings["server_optimiser"]) == "Adam(lr=0.01, eps=1e-07)"
+    assert (job.settings.batch_size, job.settings.epochs, job.settings.clients_per_round) == (6, 2, 2)
+    with pytest.raises(SettingError, match="unknown setting 'alpha'"):
+        own_job({**config, "settings": "alpha=1"}, model, torch.zeros(4), clients=2)
+
+
+def test_limits_of_a_run_config():
+    limits = Limits.of({"round-seconds": 5, "min-replies": 2, "task": "x"})
+    assert (limits.round_seconds, limits.min_replies, limits.attempts) == (5.0, 2, 3)
+    for wrong in ({"round-seconds": 0}, {"min-replies": -1}, {"attempts": "many"}):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            Limits.of(wrong)
+
+
+def test_certificates(tmp_path):
+    folder = tmp_path / "certificates"
+    make_certificates(folder, ["server.example", "192.0.2.7"], 2)
+    ca, server = (x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes()) for name in ("ca", "server"))
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["server.example"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7"]
+    assert server.not_valid_after_utc - datetime.now(UTC) > timedelta(days=360)
+    ssl.create_default_context().load_cert_chain(folder / "server.pem", folder / "server.key")
+    private = load_ssh_private_key((folder / "node-1").read_bytes(), None)
+    public = load_ssh_public_key((folder / "node-1.pub").read_bytes())
+    assert private.public_key() == public
+    for secret in ("ca.key", "server.key", "node-0", "node-1"):
+        assert stat.S_IMODE((folder / secret).stat().st_mode) == 0o600
+    with pytest.raises(RunError, match="never overwritten"):
+        make_certificates(folder, ["server.example"], 1)

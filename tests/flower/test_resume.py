@@ -1,0 +1,143 @@
+"""A server that died and was started again ends where an unbroken one ends, with one unbroken file of records."""
+
+import json
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
+import safetensors.torch
+import torch
+from local_grid import LocalGrid
+
+import fedprior
+from fedprior import RunError
+from fedprior.flower import checkpoint
+from fedprior.flower.apps import serve
+from fedprior.flower.memory import Memory
+
+FILES = ("rounds.jsonl", "model.safetensors")
+LIMITS = {"round-seconds": 0.2, "start-seconds": 0.2, "poll-seconds": 0.001, "wait-for": 6}
+RUN = "0123456789abcdef"
+
+
+class Broken(BaseException):
+    """Stands for the end of the process."""
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("name", ["fedavg", "fedsparse", "fedsparse+scaffold"])
+def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
+    """Killed around the checkpoint of round 2 of 5. Clients have then moved on, and must go back with the server."""
+    job = make_job(name, {"rounds": 5, "clients_per_round": 3}, local_optimiser="SGD(lr=0.1)")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    serve(job, LocalGrid(job, tmp_path / "a"), {**LIMITS, "out": str(whole)})
+
+    save = checkpoint.save
+
+    def breaking(path, server, records):
+        if moment == "after":
+            save(path, server, records)
+        if server.round == 2:
+            raise Broken
+        save(path, server, records)
+
+    monkeypatch.setattr(checkpoint, "save", breaking)
+    with pytest.raises(Broken):
+        serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "out": str(broken)})
+    monkeypatch.setattr(checkpoint, "save", save)
+    serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "resume": str(broken)})
+
+    assert contents(broken) == contents(whole)
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (broken, whole))
+    assert one | {"seconds": 0} == other | {"seconds": 0}
+    assert one["engine"] == "flower"
+
+
+def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
+    job = make_job("fedavg")
+    run = tmp_path / "run"
+    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
+    with pytest.raises(RunError, match="exists"):
+        serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
+    other = make_job("fedavg", {"batch_size": 3})
+    with pytest.raises(RunError, match="was started with batch_size = 4, not 3"):
+        serve(other, LocalGrid(other, tmp_path), {**LIMITS, "resume": str(run)})
+    with pytest.raises(RunError, match=r"has no config\.toml"):
+        serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(tmp_path / "none")})
+    simulated = tmp_path / "simulated"
+    fedprior.run("mnist-mini", out=simulated, rounds=1, clients_per_round=1, local_steps=1)
+    with pytest.raises(RunError, match="is not a run of Flower; `fedprior resume"):
+        serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(simulated)})
+    data = bytearray((run / "checkpoint.safetensors").read_bytes())
+    data[-3] ^= 8
+    (run / "checkpoint.safetensors").write_bytes(data)
+    with pytest.raises(RunError, match="checksum does not match"):
+        serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
+
+
+def test_more_rounds_may_be_added(make_job, tmp_path):
+    job, longer = make_job("fedsparse", {"rounds": 2}), make_job("fedsparse", {"rounds": 4})
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
+    serve(longer, LocalGrid(longer, tmp_path), {**LIMITS, "resume": str(run)})
+    serve(longer, LocalGrid(longer, tmp_path), {**LIMITS, "out": str(whole)})
+    assert contents(run) == contents(whole)
+
+
+def test_a_client_that_lost_its_disk_is_named(make_job, tmp_path):
+    job, longer = (make_job("scaffold", {"rounds": rounds, "clients_per_round": 6}) for rounds in (2, 4))
+    run, grid = tmp_path / "run", LocalGrid(job, tmp_path)
+    serve(job, grid, {**LIMITS, "out": str(run)})
+    (lost,) = tmp_path.glob("state/*/client-3.safetensors")
+    lost.unlink()
+    serve(longer, LocalGrid(longer, tmp_path), {**LIMITS, "resume": str(run)})
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    assert [record.get("forgot") for record in records] == [None, None, [3], None]
+
+
+# ---------------------------------------------------------------------- a client's memory
+
+
+def remembering(value):
+    return {"control": {"fc.bias": torch.full((3,), float(value))}}
+
+
+def test_a_client_goes_back_to_the_turn_that_the_server_used(tmp_path):
+    def turn(accepted, number, value):
+        memory = Memory(tmp_path, RUN, 1, remembering(0))
+        found = float(memory.recall(accepted)["control"]["fc.bias"][0])
+        memory.keep(number, remembering(value))
+        return found, memory.lost
+
+    assert turn(0, 1, 10) == (0, False)
+    assert turn(0, 2, 20) == (0, False)  # the upload of round 1 was never used
+    assert turn(2, 5, 50) == (20, False)
+    assert turn(2, 5, 51) == (20, False)  # the server died in round 5 and does it again
+    assert turn(5, 7, 70) == (51, False)
+    assert turn(3, 8, 80) == (0, True)  # the server used an upload that this disk does not know
+
+
+def test_a_lost_or_foreign_memory_is_a_new_start(tmp_path):
+    memory = Memory(tmp_path, RUN, 1, remembering(0))
+    memory.recall(0)
+    memory.keep(1, remembering(7))
+    for damage in (lambda: memory.path.write_bytes(b"half"), memory.path.unlink):
+        damage()
+        again = Memory(tmp_path, RUN, 1, remembering(0))
+        assert float(again.recall(1)["control"]["fc.bias"].sum()) == 0
+        assert again.lost
+    other = {"1/control/fc.bias": torch.ones(4)}  # of another shape
+    memory.path.write_bytes(safetensors.torch.save(other))
+    assert float(Memory(tmp_path, RUN, 1, remembering(0)).recall(1)["control"]["fc.bias"].sum()) == 0
+
+
+def test_nothing_is_written_where_nothing_is_remembered(tmp_path):
+    memory = Memory(tmp_path, RUN, 1, {})
+    assert memory.recall(3) == {}
+    memory.keep(4, {})
+    assert list(tmp_path.iterdir()) == []
