@@ -9,10 +9,14 @@ changes. The mixing function is SplitMix64 (Steele, Lea and Flood 2014), whose 2
 True
 """
 
+import math
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from fedprior import kernels
+from fedprior.kernels import draws
 
 # SplitMix64's constants as signed integers, because torch multiplies int64 modulo 2^64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -75,9 +79,9 @@ def bits(key: Tensor, count: int) -> Tensor:
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers strictly between 0 and 1, with 23 random bits, so that both `log(u)` and `log(1 - u)` are finite."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
+    if key.is_cuda and dtype == torch.float32 and kernels.available():
+        return draws.uniform(key, count).reshape(shape)
     return ((_shift(bits(key, count), 41).to(dtype) + 0.5) * 2.0**-23).reshape(shape)
 
 
