@@ -1,4 +1,4 @@
-"""The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`."""
+"""The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`, and those of `commands.py`."""
 
 import sys
 import traceback
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from fedprior import runs
+from fedprior import commands, runs
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
 from fedprior.errors import FedpriorError, SettingError
 from fedprior.progress import RunProgress
@@ -45,6 +45,9 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="A folder with the data sets as the Hugging Face Hub lays them out.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+
+
+commands.register(app)
 
 
 @app.callback()

@@ -117,11 +117,11 @@ def femnist(
         writers = np.concatenate([np.full(len(rows), writer) for writer, rows in enumerate(train)])
         everything = np.concatenate(train)
         train, test = ([everything[rows] for rows in part] for part in by_writer(writers, seed, test_fraction))
-    x, _ = normalise(arrays["train_image"], arrays["train_image"][:1])
+    x, _, scale = normalise(arrays["train_image"], arrays["train_image"][:1])
     y = arrays["train_label"].astype(np.int64)
     return _image_task(
         "femnist",
-        Images(x, y, x, y),
+        Images(x, y, x, y, scale),
         (train, test),
         lambda: initialise(lambda: LeNet5(channels=1, side=28, classes=62), init, seed),
         defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
@@ -170,9 +170,9 @@ def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarr
     kept, other = np.sort(order[held:]), np.sort(order[:held])
     test = "train" if validation else "test"
     rows = other if validation else np.arange(len(arrays["test_label"]))
-    x, test_x = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
+    x, test_x, scale = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
     labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))
-    return Images(x, labels[0], test_x, labels[1]), (kept, rows)
+    return Images(x, labels[0], test_x, labels[1], scale), (kept, rows)
 
 
 def _image_task(
@@ -190,4 +190,4 @@ def _image_task(
     classes = classes or int(max(images.y.max(), images.test_y.max())) + 1
     data = FederatedData(images.x, y, images.test_x, test_y, Shards.of(parts[0]), Shards.of(parts[1]), classes)
     data.check()
-    return Task(name, Network(build(), images.x[0]), data, defaults, algorithms, options)
+    return Task(name, Network(build(), images.x[0]), data, defaults, algorithms, options, images.scale)

@@ -1,0 +1,44 @@
+"""How large and how fast: parameters, bytes, multiply-adds, milliseconds."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedprior.workers import one_core
+
+
+def parameters(module: nn.Module) -> int:
+    """How many numbers a network has learnt."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def multiply_adds(module: nn.Module, example: Tensor) -> int:
+    """Multiplications of convolutions and matrix products for one input, each with its addition."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(example.unsqueeze(0))
+    return int(counter.get_total_flops()) // 2
+
+
+REPEATS, PATIENCE = 50, 3.0
+
+
+def fastest(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Milliseconds of each call on one core: the fastest of 50, or of as many as three seconds allow.
+
+    Calls are taken in turn, so that all meet the same noise of the machine.
+    """
+    best, begun = [float("inf")] * len(calls), time.perf_counter()
+    with one_core(), torch.no_grad():
+        for call in calls:
+            call()
+        for repeat in range(REPEATS):
+            if repeat >= 3 and time.perf_counter() - begun > PATIENCE:
+                break
+            for i, call in enumerate(calls):
+                start = time.perf_counter()
+                call()
+                best[i] = min(best[i], 1000 * (time.perf_counter() - start))
+    return best
