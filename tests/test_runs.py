@@ -1,5 +1,6 @@
 """The Python API, and what a run leaves on disk."""
 
+import hashlib
 import json
 import shutil
 import tomllib
@@ -29,7 +30,8 @@ def finished(small_task, tmp_path):
 
 def test_the_folder_holds_what_a_run_is_known_by(finished):
     names = {path.name for path in finished.path.iterdir()}
-    assert names == {"config.toml", "rounds.jsonl", "summary.json", "model.safetensors", "checkpoint.safetensors"}
+    records = {"config.toml", "partition.json", "rounds.jsonl", "summary.json"}
+    assert names == records | {"model.safetensors", "checkpoint.safetensors"}
 
 
 def test_rounds_has_a_line_a_round_with_bytes_loss_and_where_evaluated_the_rest(finished):
@@ -99,6 +101,35 @@ def test_a_run_repeated_from_its_config_gives_the_same_records(small_task, tmp_p
     assert (tmp_path / "again" / "config.toml").read_bytes() == (tmp_path / "first" / "config.toml").read_bytes()
     model = (tmp_path / "first" / "model.safetensors").read_bytes()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == model
+
+
+def test_the_partition_is_kept_with_the_run(finished, small_task):
+    data = small_task().data
+    held = json.loads((finished.path / "partition.json").read_text())
+    for name, labels, shards in (("train", data.y, data.train), ("test", data.test_y, data.test)):
+        naive = [[int((labels[shards[s]] == c).sum()) for c in range(4)] for s in range(6)]
+        assert held[name] == naive
+    config = tomllib.loads((finished.path / "config.toml").read_text())
+    rows = [shards[s].tolist() for shards in (data.train, data.test) for s in range(6)]
+    text = ";".join(",".join(map(str, part)) for part in rows)
+    expected = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert held["fingerprint"] == config["partition"]["fingerprint"] == finished.summary["partition"] == expected
+    assert (held["classes"], config["partition"]["clients"]) == (4, 6)
+
+
+def test_targets_that_are_no_labels_are_counted_as_examples(tmp_path):
+    clients = [(torch.ones(n, 3), torch.ones(n, 1)) for n in (2, 5)]
+    task = fedprior.own_task(nn.Linear(3, 1), clients, loss=lambda out, y: ((out - y) ** 2).mean(1))
+    fedprior.run(task, "fedavg", rounds=1, out=tmp_path / "run")
+    held = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert (held["classes"], held["train"], held["test"]) == (0, [[2], [5]], [[0], [0]])
+
+
+def test_a_run_is_not_resumed_on_another_partition(small_task, finished):
+    before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
+    with pytest.raises(RunError, match=r"was trained on the partition .*: the data or task has changed"):
+        fedprior.resume(finished.path, task=small_task((5, 11, 2, 8, 9, 4)))
+    assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
 
 plain = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)

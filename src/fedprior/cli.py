@@ -1,4 +1,4 @@
-"""The command line: `fedprior run`, `compare`, `resume`, `tasks`, `algorithms`, and those of `commands.py`."""
+"""The command line: `run`, `compare`, `resume`, `reproduce`, `tasks`, `algorithms`, and those of `commands.py`."""
 
 import sys
 import traceback
@@ -16,6 +16,7 @@ from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
 from fedprior.errors import FedpriorError, SettingError
 from fedprior.progress import RunProgress
 from fedprior.report import markdown_table, summary_table
+from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
 from fedprior.simulate import Result, RunFolder
 from fedprior.tasks import TASKS, task_options
@@ -125,6 +126,29 @@ def resume(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None
     console.print(summary_table([result.summary]))
 
 
+@app.command("reproduce")
+def reproduce_command(
+    experiment: Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)}.")],
+    seeds: Annotated[str, typer.Option(help="How many, from 0; or which: 0,1,5.")] = "3",
+    methods: Annotated[str | None, typer.Option(help="Labels separated by commas; all if not given.")] = None,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The experiment's folder; runs/reproduce-EXPERIMENT if not given.")
+    ] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Train nothing; table and figures of what is there.")
+    ] = False,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
+    given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)}) | _pairs(_settings(set_, data_dir))
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    folder = out or Path("runs") / f"reproduce-{experiment}"
+    reproduce(experiment, read_seeds(seeds), names, folder, given, console, table_only=table_only)
+
+
 @app.command()
 def tasks() -> None:
     """List the tasks."""
@@ -200,5 +224,7 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(' '.join(text.split()))}", highlight=False, soft_wrap=True)
         code = 2
     if code == 130:
-        errors.print("stopped; `fedprior resume RUN` goes on from the last checkpoint")
+        errors.print(
+            "stopped; `fedprior resume RUN`, or `reproduce` as before, goes on from the last checkpoint", soft_wrap=True
+        )
     sys.exit(code if isinstance(code, int) else 0)

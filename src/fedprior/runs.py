@@ -1,5 +1,6 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
@@ -44,9 +46,11 @@ def run(
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, chosen)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": chosen.seed}
+    about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None
     if folder:
-        folder.create(_config(task, algorithm, chosen, label))
+        folder.create(_config(task, algorithm, chosen, label, partition))
+        _keep_partition(folder, task.data, partition)
     return drive(sim, chosen, about, folder, [], progress)
 
 
@@ -56,11 +60,18 @@ def resume(
     """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
     folder = RunFolder(Path(path))
     about, chosen, task, algorithm = rebuild(folder, task, algorithm)
+    partition = task.data.fingerprint()
+    recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
+    if recorded != partition:
+        raise RunError(
+            f"{path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
+        )
+    _keep_partition(folder, task.data, partition)
     sim = build(algorithm, task.network, task.data, chosen)
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected)
-    return drive(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)
+    return drive(sim, chosen, {**about, "seed": chosen.seed, "partition": partition}, folder, records, progress)
 
 
 def rebuild(
@@ -107,8 +118,8 @@ def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings
 
 
 def sort_settings(
-    given: Mapping[str, str], task: str, algorithms: list[str]
-) -> tuple[dict[str, str], dict[str, str], dict[str, dict[str, str]]]:
+    given: Mapping[str, Any], task: str, algorithms: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
     """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
     task_names = task_options(task, {})
     known = {name: algorithm_settings(name, {}) for name in algorithms}
@@ -136,11 +147,26 @@ def unused_folder(path: Path) -> Path:
     return candidate
 
 
-def _config(task: Task, algorithm: Algorithm, settings: Settings, label: str) -> dict[str, dict[str, Any]]:
+def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
+    """Class counts per client beside the run, once; a line a client."""
+    if folder.partition.exists():
+        return
+    about = {"fingerprint": fingerprint, "classes": data.classes if data.labelled else 0}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    for name, counts in zip(("train", "test"), data.class_counts(), strict=True):
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
+        lines.append(f'"{name}": [\n{rows}\n]')
+    checkpoint.write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
+
+
+def _config(
+    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str
+) -> dict[str, dict[str, Any]]:
     chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
     return {
         "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
         "task": {key: plain(value) for key, value in task.options.items()},
         "algorithm": {key: plain(value) for key, value in algorithm.settings.items()},
+        "partition": {"clients": task.data.clients, "fingerprint": partition},
         "made": {"fedprior": __version__, "torch": str(torch.__version__)},
     }

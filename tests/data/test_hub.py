@@ -137,6 +137,108 @@ def test_a_broken_cache_says_what_to_delete(tmp_path: Path) -> None:
         hub.load(hub.CIFAR10, str(tmp_path))
 
 
+# ---------------------------------------------------------------------- any other set of the Hub
+
+
+def garments(root: Path, sides: tuple[int, ...] = (28,), colour: tuple[str, ...] = (), **columns: list[object]) -> Path:
+    """A small data set with columns of its own, in a split without a test set's usual name."""
+    random = np.random.RandomState(1)
+    folder = root / "shop" / "garments" / "data"
+    folder.mkdir(parents=True)
+    for split, count in (("train", 60), ("validation", 20)):
+        shape = [(sides[i % len(sides)],) * 2 + ((3,) if split in colour else ()) for i in range(count)]
+        pictures = [random.randint(0, 256, one).astype(np.uint8) for one in shape]
+        words = [("coat", "shoe", "bag")[i % 3] for i in range(count)]
+        table = datasets.Dataset.from_dict(
+            {"picture": pictures, "kind": words, **{name: values[:count] for name, values in columns.items()}},
+            features=datasets.Features(
+                {
+                    "picture": datasets.Image(),
+                    "kind": datasets.Value("string"),
+                    **{name: datasets.Value("int64") for name in columns},
+                }
+            ),
+        )
+        table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return root
+
+
+OPTIONS = {"dataset": "shop/garments", "image": "picture", "label": "kind", "test": "validation", "clients": 4}
+
+
+def test_any_set_by_name_and_columns(tmp_path: Path) -> None:
+    task = fedprior.task("hub", data_dir=str(garments(tmp_path)), **OPTIONS)
+    assert task.data.classes == 3
+    assert task.data.x.shape == (60, 1, 28, 28)
+    assert task.data.test_x.shape == (20, 1, 28, 28)
+    # Words become numbers in the order of the alphabet: bag, coat, shoe.
+    assert task.data.y[:4].tolist() == [1, 2, 0, 1]
+    assert [task.data.train.size(s) for s in range(4)] == [15] * 4
+    result = fedprior.run(task, "fedsparse", rounds=1, clients_per_round=2)
+    assert result.summary["task"] == "hub"
+
+
+def test_a_run_on_any_set_can_be_resumed_from_its_config(tmp_path: Path) -> None:
+    task = fedprior.task("hub", data_dir=str(garments(tmp_path)), model="logistic", **OPTIONS)
+    whole = fedprior.run(task, "fedavg", rounds=3, out=tmp_path / "run")
+    for name in ("summary.json", "checkpoint.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    assert fedprior.resume(tmp_path / "run").records == whole.records
+
+
+def test_without_a_test_split_a_tenth_is_held_out_for_good(tmp_path: Path) -> None:
+    root = str(garments(tmp_path))
+    tasks = [fedprior.task("hub", seed, data_dir=root, **{**OPTIONS, "test": "none"}) for seed in (0, 1)]
+    for task in tasks:
+        assert (len(task.data.x), len(task.data.test_x)) == (54, 6)
+        assert np.array_equal(task.data.test_x, tasks[0].data.test_x), "whatever the seed"
+    raw = {np.asarray(x * 2).round(3).tobytes() for x in tasks[0].data.x}
+    assert not raw & {np.asarray(x * 2).round(3).tobytes() for x in tasks[0].data.test_x}
+
+
+def test_columns_do_not_share_a_cache(tmp_path: Path) -> None:
+    root = str(garments(tmp_path, size=[i % 2 for i in range(60)]))
+    kinds = fedprior.task("hub", data_dir=root, **OPTIONS)
+    sizes = fedprior.task("hub", data_dir=root, **{**OPTIONS, "label": "size"})
+    assert (kinds.data.classes, sizes.data.classes) == (3, 2)
+    assert sizes.data.y.tolist() == [i % 2 for i in range(60)]
+
+
+def test_images_are_scaled_and_get_colour_where_others_have_it(tmp_path: Path) -> None:
+    root = str(garments(tmp_path, sides=(28, 40), colour=("train",)))
+    with pytest.raises(DataError, match=r"differ in size \(28×28 to 40×40\); scale them: --set side="):
+        fedprior.task("hub", data_dir=root, **OPTIONS)
+    task = fedprior.task("hub", data_dir=root, side=20, model="resnet20", **OPTIONS)
+    assert task.data.x.shape == (60, 3, 20, 20)
+    assert task.data.test_x.shape == (20, 3, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dataset": ""}, "--set dataset=zalando-datasets/fashion_mnist"),
+        ({"dataset": "../../etc"}, "name a set of the Hub"),
+        ({"dataset": "shop/hats"}, "--data-dir must hold shop/hats as the Hub has it"),
+        ({"image": "img"}, "no column img in its split 'train'; it has picture, kind"),
+        ({"label": "class"}, "no column class in its split 'train'; it has picture, kind"),
+        ({"image": "kind"}, "the column 'kind' of shop/garments does not hold images"),
+        ({"test": "test"}, "has no split 'test'; it has train, validation"),
+        ({"label": "size"}, r"has train examples without a label \(-1\)"),
+        ({"model": "lenet"}, "unknown model 'lenet'; did you mean 'lenet5'"),
+        ({"side": 12}, "lenet5 needs square images of at least 16 pixels a side, got 12×12"),
+        ({"side": -1}, "side must be at least 0"),
+        ({"clients": 70}, "70 clients cannot share 60"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_that_says_what_to_do(
+    tmp_path: Path, change: dict[str, object], match: str
+) -> None:
+    root = garments(tmp_path, size=[-1] * 60)
+    with pytest.raises(fedprior.FedpriorError, match=match) as caught:
+        fedprior.task("hub", data_dir=str(root), **{**OPTIONS, **change})
+    assert "\n" not in str(caught.value)
+
+
 @needs_data
 @pytest.mark.parametrize(
     ("name", "clients", "examples"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedprior
 from fedprior import DataError, SettingError
 from fedprior.data import dirichlet, partition
 
@@ -141,6 +142,15 @@ def test_single_class_users_have_one_class_and_share_it_equally() -> None:
         assert set(labels[rows]) == set(tests[held]) == {user % 10}
         assert (len(rows), len(held)) == (10, 2)
     assert sorted(np.concatenate(train).tolist()) == list(range(1000))
+
+
+def test_the_librarys_fingerprint_is_the_one_pinned_here() -> None:
+    train, test = dirichlet(LABELS, TEST_LABELS, 20, 1.0, 0)
+    assert partition.fingerprint(train) == "5621f295679b6385"
+    assert partition.fingerprint([*train, *test]) == fingerprint([*train, *test])
+    data = fedprior.task("mnist-mini", clients=50, seed=3).data
+    parts = [shards[s].tolist() for shards in (data.train, data.test) for s in range(50)]
+    assert data.fingerprint() == fingerprint(parts)
 
 
 def test_partitions_are_pinned() -> None:

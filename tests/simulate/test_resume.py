@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_task_is_refused(small_task, folder, tmp_path):
     other = broken_run(small_task((3,) * 9), "fedadam", tmp_path / "other", 3)
     shutil.copy(other / "checkpoint.safetensors", folder / "checkpoint.safetensors")
     refused(folder, small_task(), "belongs to another")
-    refused(other, small_task(), "belongs to another")
+    refused(other, small_task(), "the data or task has changed")
 
 
 def test_records_that_do_not_reach_the_checkpoint_are_refused(small_task, folder):

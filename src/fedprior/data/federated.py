@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprior.data.partition import fingerprint
 from fedprior.errors import DataError
 
 ClientData = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
@@ -123,6 +124,22 @@ class FederatedData:
     def clients(self) -> int:
         """How many clients there are."""
         return len(self.train)
+
+    def fingerprint(self) -> str:
+        """Names the partition: the rows of every client's training and then test examples."""
+        parts = [np.split(shards.rows.cpu().numpy(), shards.offsets[1:-1]) for shards in (self.train, self.test)]
+        return fingerprint(parts[0] + parts[1])
+
+    def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Training and test examples by client and class, [clients, classes]; without labels in a single column."""
+        counts = []
+        for labels, shards in ((self.y, self.train), (self.test_y, self.test)):
+            rows, classes = shards.rows.cpu().numpy(), self.classes if self.labelled else 1
+            column = labels.cpu().numpy()[rows] if self.labelled else np.zeros(len(rows), np.int64)
+            owner = np.repeat(np.arange(self.clients), np.diff(shards.offsets))
+            flat = np.bincount(owner * classes + column, minlength=self.clients * classes)
+            counts.append(flat.reshape(self.clients, classes))
+        return counts[0], counts[1]
 
     def to(self, device: torch.device | str) -> "FederatedData":
         """The same data resident on a device."""

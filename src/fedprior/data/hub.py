@@ -6,7 +6,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,20 @@ class Source:
     columns: Mapping[str, str]
     """Our name to the Hub's: {"label": "fine_label", …}."""
     splits: tuple[str, ...] = ("train", "test")
+    """The Hub's names of the training and, if there is one, the test split."""
+    subset: str = ""
+    """A configuration, where the data set has several."""
+    side: int = 0
+    """Images are scaled to so many pixels a side; 0: left as they are."""
 
 
 CIFAR10 = Source("uoft-cs/cifar10", "img", {"label": "label"})
 CIFAR100 = Source("uoft-cs/cifar100", "img", {"label": "fine_label", "coarse": "coarse_label"})
 MNIST = Source("ylecun/mnist", "image", {"label": "label"})
 FEMNIST = Source("flwrlabs/femnist", "image", {"label": "character", "writer": "writer_id"}, ("train",))
+NAMED = (CIFAR10, CIFAR100, MNIST, FEMNIST)
 
+OURS = ("train", "test")
 Arrays = dict[str, np.ndarray]
 """`train_image`, `train_label`, `test_image`, …"""
 
@@ -59,13 +66,14 @@ def _flat(source: Source) -> str:
 
 
 def _cache_file(source: Source, folder: Path | None) -> Path:
-    """One file a set; of a local folder, one for each state of its files."""
+    """One file a set and choice of columns; of a local folder, one for each state of its files."""
     cache = Path(os.environ.get("FEDPRIOR_CACHE", Path.home() / ".cache" / "fedprior"))
-    if folder is None:
-        return cache / f"{_flat(source)}.npz"
-    files = sorted(folder.rglob("*.parquet")) if folder.is_dir() else []
-    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return cache / f"{_flat(source)}-{hashlib.sha256(repr(state).encode()).hexdigest()[:12]}.npz"
+    about: list[object] = [] if source in NAMED else [source]
+    if folder is not None:
+        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+        about += [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = f"-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}" if about else ""
+    return cache / f"{_flat(source)}{key}.npz"
 
 
 def _read(path: Path, source: Source) -> Arrays:
@@ -74,7 +82,8 @@ def _read(path: Path, source: Source) -> Arrays:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read ({error}); delete it to decode the data again") from error
-    missing = {f"{split}_{name}" for split in source.splits for name in ("image", *source.columns)} - set(arrays)
+    splits = OURS[: len(source.splits)]
+    missing = {f"{split}_{name}" for split in splits for name in ("image", *source.columns)} - set(arrays)
     if missing:
         raise DataError(f"{path} lacks {', '.join(sorted(missing))}; delete it to decode the data again")
     return arrays
@@ -90,18 +99,50 @@ def _decode(source: Source, folder: Path | None) -> Arrays:
     if folder is not None and not folder.is_dir():
         raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} as the Hub has it")
     try:
-        loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository)
+        loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository, source.subset or None)
     except Exception as error:  # the library raises whatever its network stack does
         raise DataError(
             f"{source.repository} could not be loaded ({type(error).__name__}: {error}); go online once, or pass "
             f"--data-dir with the folder {source.repository} in the Hub's layout"
         ) from error
     arrays: Arrays = {}
-    for split in source.splits:
+    for ours, split in zip(OURS, source.splits, strict=False):
+        if split not in loaded:
+            raise DataError(f"{source.repository} has no split {split!r}; it has {', '.join(loaded)}")
         absent = {source.image, *source.columns.values()} - set(loaded[split].column_names)
         if absent:
-            raise DataError(f"{source.repository} has no column {', '.join(sorted(absent))} in its split {split!r}")
-        arrays[f"{split}_image"] = np.stack([np.asarray(image) for image in loaded[split][source.image]])
-        for ours, theirs in source.columns.items():
-            arrays[f"{split}_{ours}"] = np.asarray(loaded[split][theirs])
-    return arrays
+            there = ", ".join(loaded[split].column_names)
+            raise DataError(
+                f"{source.repository} has no column {', '.join(sorted(absent))} in its split {split!r}; it has {there}"
+            )
+        arrays[f"{ours}_image"] = _pixels(loaded[split][source.image], source)
+        for name, theirs in source.columns.items():
+            arrays[f"{ours}_{name}"] = np.asarray(loaded[split][theirs])
+    return _alike(arrays, source)
+
+
+def _alike(arrays: Arrays, source: Source) -> Arrays:
+    """Training and test images of one shape: if only one of them has colour, so has the other."""
+    images = {name: values for name, values in arrays.items() if name.endswith("_image")}
+    if len({values.ndim for values in images.values()}) > 1:
+        images = {name: v if v.ndim == 4 else v[..., None].repeat(3, -1) for name, v in images.items()}
+    if len({values.shape[1:] for values in images.values()}) > 1:
+        raise DataError(f"training and test images of {source.repository} differ in size; scale them: --set side=32")
+    return {**arrays, **images}
+
+
+def _pixels(images: Iterable[Any], source: Source) -> np.ndarray:
+    """Grey or colour images of one size, [N, H, W] or [N, H, W, 3]; whatever is neither grey nor RGB becomes RGB."""
+    listed = list(images)
+    if not all(hasattr(image, "convert") for image in listed):
+        raise DataError(f"the column {source.image!r} of {source.repository} does not hold images")
+    modes = {image.mode for image in listed}
+    if len(modes) > 1 or not modes <= {"L", "RGB"}:
+        listed = [image.convert("L" if modes <= {"1", "L"} else "RGB") for image in listed]
+    if source.side:
+        listed = [image.resize((source.side, source.side)) for image in listed]
+    sizes = sorted({image.size for image in listed})
+    if len(sizes) != 1:
+        found = f"{sizes[0][0]}×{sizes[0][1]} to {sizes[-1][0]}×{sizes[-1][1]}" if sizes else "no images"
+        raise DataError(f"the images of {source.repository} differ in size ({found}); scale them: --set side=32")
+    return np.stack([np.asarray(image) for image in listed])

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprior.errors import DataError
+
 
 class Scale(NamedTuple):
     """How pixels of 0 to 1 became a network's inputs: (pixel − mean) / deviation, channel by channel."""
@@ -35,6 +37,20 @@ def normalise(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor, Scal
     mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
     scale = Scale(tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist()))
     return (first - mean) / deviation, (second - mean) / deviation, scale
+
+
+def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """The same arrays with the labels, numbers or words, as 0 … C − 1 in their order."""
+    splits = [split for split in ("train", "test") if f"{split}_label" in arrays]
+    for split in splits:
+        labels = arrays[f"{split}_label"]
+        if labels.dtype.kind not in "iubU" or labels.ndim != 1:
+            raise DataError(f"the {split} labels of {name} are neither whole numbers nor words; choose another column")
+        if labels.dtype.kind == "i" and len(labels) and labels.min() < 0:
+            raise DataError(f"{name} has {split} examples without a label ({labels.min()}); choose another split")
+    known = np.unique(np.concatenate([arrays[f"{split}_label"] for split in splits]))
+    numbers = {f"{split}_label": np.searchsorted(known, arrays[f"{split}_label"]) for split in splits}
+    return {**arrays, **numbers}
 
 
 def _channels_first(images: np.ndarray) -> Tensor:

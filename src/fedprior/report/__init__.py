@@ -1,5 +1,30 @@
-"""Tables from records. Sees only what a run left on disk."""
+"""Tables and figures from records. Sees only what a run left on disk."""
 
+from fedprior.report.records import (
+    Broken,
+    Curve,
+    Estimate,
+    Found,
+    Group,
+    Partition,
+    Run,
+    find_runs,
+    group_runs,
+    read_run,
+)
 from fedprior.report.table import markdown_table, summary_table
 
-__all__ = ["markdown_table", "summary_table"]
+__all__ = [
+    "Broken",
+    "Curve",
+    "Estimate",
+    "Found",
+    "Group",
+    "Partition",
+    "Run",
+    "find_runs",
+    "group_runs",
+    "markdown_table",
+    "read_run",
+    "summary_table",
+]

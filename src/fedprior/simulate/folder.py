@@ -1,4 +1,4 @@
-"""A run's folder: config.toml, rounds.jsonl, summary.json, model.safetensors, checkpoint.safetensors."""
+"""A run's folder: config.toml, partition.json, rounds.jsonl, summary.json, and its model and checkpoint."""
 
 import json
 import math
@@ -27,6 +27,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
         self.checkpoint = path / "checkpoint.safetensors"
+        self.partition = path / "partition.json"
 
     def check_unused(self) -> None:
         """Refuse a folder that holds anything."""

@@ -4,6 +4,7 @@ Every factory takes the seed of the run first, for the partition and the initial
 task's options. With `validation` a part of the training set takes the place of the test set: tune with it.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import nn
 from fedprior.data import FederatedData, by_writer, dirichlet, hub, pachinko, single_class
 from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import Shards
-from fedprior.data.images import Images, normalise
+from fedprior.data.images import Images, normalise, numbered_labels
 from fedprior.data.partition import Parts
-from fedprior.models import LeNet5, LogisticRegression, ResNet20, initialise
+from fedprior.errors import SettingError
+from fedprior.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
 from fedprior.network import Network
 from fedprior.tasks.base import Task
 
@@ -153,13 +155,65 @@ def mnist_scaffold(
     )
 
 
+def hub_images(
+    seed: int,
+    *,
+    dataset: str = "",
+    image: str = "image",
+    label: str = "label",
+    train: str = "train",
+    test: str = "test",
+    subset: str = "",
+    side: int = 0,
+    model: str = "lenet5",
+    clients: int = 100,
+    alpha: float = 1.0,
+    init: str = "default",
+    data_dir: str = "",
+    validation: bool = False,
+) -> Task:
+    """Any set of labelled images of the Hugging Face Hub, by name and columns, divided by Dirichlet(α)."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
+        raise SettingError(f"name a set of the Hub, as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}")
+    if side < 0:
+        raise SettingError(f"side must be at least 0, got {side}")
+    splits = (train,) if test == "none" else (train, test)
+    arrays = hub.load(hub.Source(dataset, image, {"label": label}, splits, subset, side), data_dir)
+    arrays = numbered_labels(arrays, dataset)
+    images, _ = _split(arrays if "test_label" in arrays else _hold_out(arrays), validation)
+    classes = int(max(images.y.max(), images.test_y.max())) + 1
+    return _image_task(
+        "hub",
+        images,
+        dirichlet(images.y, images.test_y, clients, alpha, seed),
+        lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
+        defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
+        algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
+        options={
+            **{"dataset": dataset, "image": image, "label": label, "train": train, "test": test, "subset": subset},
+            **{"side": side, "model": model, "clients": clients, "alpha": alpha},
+            **{"init": init, "data_dir": data_dir, "validation": validation},
+        },
+        classes=classes,
+    )
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "mnist-mini": mnist_mini,
     "cifar10": cifar10,
     "cifar100": cifar100,
     "femnist": femnist,
     "mnist-scaffold": mnist_scaffold,
+    "hub": hub_images,
 }
+
+
+def _hold_out(arrays: hub.Arrays) -> hub.Arrays:
+    """A tenth of the training set as the test set, for a data set without one; always the same tenth."""
+    order = np.random.RandomState(0).permutation(len(arrays["train_label"]))
+    held = max(round(HELD_OUT * len(order)), 1)
+    rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
+    return {f"{part}_{name}": arrays[f"train_{name}"][rows[part]] for part in rows for name in ("image", "label")}
 
 
 def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:

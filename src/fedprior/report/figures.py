@@ -1,0 +1,211 @@
+"""Figures of the paper from records: a line a label, the mean over seeds, with a band of one standard error.
+
+Drawn for the width of a paper's column, without pyplot and so without a display or any global state. matplotlib comes
+with the extra `fedprior[report]`.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedprior.errors import FedpriorError
+from fedprior.report.records import Group, Partition
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMN = 3.35
+"""Inches: one of two columns of a paper."""
+FORMATS = ("png", "svg", "pdf")
+
+# Okabe and Ito's colours, told apart with every kind of colour vision; dashes tell lines apart in grey.
+COLOURS = ("#000000", "#E69F00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#999999")
+DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.2, 1, 1.2)), "-", (0, (6, 1)), "-", (0, (2, 1)), (0, (1, 1)))
+STYLE: Any = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "lines.linewidth": 1.1,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.5,
+    "axes.axisbelow": True,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,  # letters that a program can search, not drawings
+    "svg.hashsalt": "fedprior",  # the same records give the same file
+}
+
+Names = Mapping[str, str]
+"""How a legend calls a label, in its order. Colours follow this order, so that they agree in all figures."""
+
+
+class NoMatplotlibError(FedpriorError):
+    """matplotlib is not installed."""
+
+
+def accuracy_against_bytes(groups: Sequence[Group], names: Names | None = None) -> "Figure":
+    """Global and local accuracy against the GiB communicated: the paper's main figure, and its SCAFFOLD figure."""
+    return _panels(groups, names, ACCURACIES, "gib", "GiB communicated")
+
+
+def accuracy_against_rounds(groups: Sequence[Group], names: Names | None = None) -> "Figure":
+    """Global and local accuracy against communication rounds; of two labels, with and without server pruning."""
+    return _panels(groups, names, ACCURACIES, "round", "round")
+
+
+def sparsity_over_rounds(groups: Sequence[Group], names: Names | None = None) -> "Figure":
+    """How much of the network is gone, over rounds."""
+    return _panels(groups, names, (("sparsity", "sparsity (%)", 100.0),), "round", "round")
+
+
+def total_variation(groups: Sequence[Group], names: Names | None = None) -> "Figure":
+    """Mean and maximum total variation between the gates of clients and server, of the labels that have gates."""
+    return _panels(groups, names, TOTAL_VARIATIONS, "round", "round")
+
+
+def partition_picture(partition: Partition) -> "Figure":
+    """Class against client: which share of each client's training examples is of which class."""
+    with _style():
+        from matplotlib.figure import Figure
+
+        shares = partition.train / np.maximum(partition.train.sum(1, keepdims=True), 1)
+        # Clients of a kind side by side: by their most frequent class, and by how frequent it is.
+        top = shares.argmax(1)
+        order = np.lexsort((-shares[np.arange(len(shares)), top], top))
+        figure = Figure((COLUMN, 2.1 if partition.classes <= 40 else 2.8), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(
+            100 * shares[order].T, aspect="auto", origin="lower", cmap="Blues", vmin=0, interpolation="nearest"
+        )
+        axes.grid(False)
+        axes.set(xlabel=f"{len(shares):,} clients, by their most frequent class", ylabel="class", xticks=[])
+        if partition.classes <= 12:
+            axes.set_yticks(range(partition.classes))
+        bar = figure.colorbar(image, pad=0.02)
+        bar.set_label("% of the client's examples")
+        bar.outline.set_linewidth(0.6)
+    return figure
+
+
+def save(figure: "Figure", folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write a figure in every format; the same records give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    paths = [folder / f"{name}.{kind}" for kind in formats]
+    with _style():
+        for path, kind in zip(paths, formats, strict=True):
+            figure.savefig(path, metadata=undated.get(kind))
+    return paths
+
+
+TOTAL_VARIATIONS = (("tv_mean", "mean total variation", 1.0), ("tv_max", "maximum total variation", 1.0))
+ACCURACIES = (("global_accuracy", "global accuracy (%)", 100.0), ("local_accuracy", "local accuracy (%)", 100.0))
+
+
+def _panels(
+    groups: Sequence[Group],
+    names: Names | None,
+    rows: Sequence[tuple[str, str, float]],
+    against: str,
+    xlabel: str,
+) -> "Figure":
+    """One panel above the other for each field, on the same axis, and one legend over them."""
+    with _style():
+        from matplotlib.figure import Figure
+
+        looks = _looks(groups, names)
+        height = (
+            0.5 + 1.7 * len(rows) + 0.14 * len(groups) / _legend_columns([look["label"] for look in looks.values()])
+        )
+        figure = Figure((COLUMN, height), layout="constrained")
+        panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (field, ylabel, scale) in zip(panels, rows, strict=True):
+            for group in groups:
+                _line(axes, group, field, against, scale, looks[group.label])
+            axes.set_ylabel(ylabel)
+            axes.margins(x=0.02)
+            if field.endswith("accuracy"):
+                _skip_the_start(axes)
+            else:
+                axes.set_ylim(bottom=0)
+        panels[-1].set_xlabel(xlabel)
+        panels[-1].set_xlim(left=0)
+        panels[-1].locator_params(axis="x", integer=against == "round")
+        figure.align_ylabels(panels)
+        _legend(figure, panels[0])
+    return figure
+
+
+def _line(axes: "Axes", group: Group, field: str, against: str, scale: float, look: Mapping[str, Any]) -> None:
+    curve = group.curve(field, against)
+    if not len(curve.x):
+        return
+    mean, error = scale * curve.mean, scale * np.nan_to_num(curve.error)
+    axes.fill_between(curve.x, mean - error, mean + error, color=look["color"], alpha=0.22, linewidth=0)
+    # The dot is where training ended, which differs from line to line where the axis is bytes.
+    axes.plot(curve.x, mean, marker="o", markevery=[-1], markersize=2.6, clip_on=True, **look)
+
+
+def _legend(figure: "Figure", axes: "Axes") -> None:
+    """Over the panels, filled row by row."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = _legend_columns(labels)
+    order = [i for first in range(columns) for i in range(first, len(labels), columns)]
+    if handles:
+        figure.legend(
+            [handles[i] for i in order],
+            [labels[i] for i in order],
+            loc="outside upper center",
+            ncols=columns,
+            frameon=False,
+            handlelength=2,
+            handletextpad=0.5,
+            columnspacing=1.2,
+        )
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    """As many as fit the figure's width."""
+    longest = max(map(len, labels), default=0)
+    return 3 if longest <= 16 else 2 if longest <= 28 else 1
+
+
+def _skip_the_start(axes: "Axes") -> None:
+    """Begin an accuracy's axis above the steep first rounds, where all lines lie on one another."""
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.get_lines()] or [np.zeros(0)])
+    if len(values):
+        low, high = float(np.quantile(values, 0.06)), float(axes.dataLim.y1)  # the bands have their place too
+        axes.set_ylim(max(low - 0.05 * (high - low), 0), min(high + 0.06 * (high - low) + 0.1, 100))
+
+
+def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and name of every label."""
+    known = dict(names or {})
+    for group in groups:
+        known.setdefault(group.label, group.label)
+    looks = islice(cycle(zip(COLOURS, DASHES, strict=True)), len(known))
+    return {
+        label: {"color": colour, "linestyle": dashes, "label": name}
+        for (label, name), (colour, dashes) in zip(known.items(), looks, strict=True)
+    }
+
+
+def _style() -> Any:
+    """The style as a context; or, in one line, how to get matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise NoMatplotlibError("figures need matplotlib: pip install 'fedprior[report]'") from error
+    return matplotlib.rc_context(STYLE)

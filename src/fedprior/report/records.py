@@ -1,0 +1,284 @@
+"""Runs as they lie on disk: config.toml, rounds.jsonl, summary.json, partition.json. Knows files, never algorithms.
+
+A folder that cannot be read becomes a `Broken` with a reason of one line, so that one bad run never hides the others.
+
+>>> found = find_runs("runs/cifar10")                    # doctest: +SKIP
+>>> for group in group_runs(found.runs):                 # doctest: +SKIP
+...     print(group.label, group.final("global_accuracy"))
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GIB = 2**30
+FILES = ("config.toml", "rounds.jsonl", "summary.json")
+NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
+"""What every summary has. Null is a number that does not exist, such as an accuracy without test examples."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A folder that is not a run that can be read, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who has how many examples of what: class counts, [clients, classes]; without labels one column of examples."""
+
+    fingerprint: str
+    classes: int
+    train: np.ndarray
+    test: np.ndarray
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. Without a summary it is unfinished: still going, stopped, or diverged, which `trouble` says."""
+
+    path: Path
+    config: Mapping[str, Mapping[str, Any]]
+    rounds: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] | None = None
+    partition: Partition | None = None
+    trouble: str = ""
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.config["run"]["task"])
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name."""
+        return str(self.config["run"]["algorithm"])
+
+    @property
+    def label(self) -> str:
+        """The name of this setting of the algorithm."""
+        return str(self.config["run"]["label"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random."""
+        return int(self.config["run"]["seed"])
+
+    @property
+    def planned(self) -> int:
+        """How many rounds it is to have."""
+        return int(self.config["run"]["rounds"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run reached its end."""
+        return self.summary is not None
+
+    @cached_property
+    def gib(self) -> np.ndarray:
+        """GiB sent in both directions up to and with each round, whoever sent them."""
+        return np.cumsum([r["bytes_up"] + r["bytes_down"] for r in self.rounds]) / GIB
+
+    def series(self, name: str) -> dict[int, float]:
+        """A field by round, where it was recorded and is a number: {5: 0.61, 10: 0.64, …}. `gib` is every round's."""
+        if name == "gib":
+            return {int(r["round"]): float(total) for r, total in zip(self.rounds, self.gib, strict=True)}
+        return {int(r["round"]): float(r[name]) for r in self.rounds if _is_number(r.get(name))}
+
+    def final(self, name: str) -> float:
+        """A field at the end, or at the last evaluation of an unfinished run; NaN where there is none. `gib` too."""
+        if name == "gib" and self.summary is not None:
+            return float(self.summary["bytes_up"] + self.summary["bytes_down"]) / GIB
+        if name != "gib" and self.summary is not None and name in self.summary:
+            value = self.summary[name]
+            return float(value) if _is_number(value) else math.nan
+        values = self.series(name)
+        return values[max(values)] if values else math.nan
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies under a folder."""
+
+    runs: list[Run] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and its standard error, NaN where a single run has none."""
+
+    mean: float
+    error: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A field over training: mean and standard error over seeds, against rounds or GiB."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    error: np.ndarray
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one label on one task, by seed."""
+
+    task: str
+    label: str
+    runs: tuple[Run, ...]
+
+    def final(self, name: str) -> Estimate:
+        """A field at the end of training, over seeds."""
+        return estimate([run.final(name) for run in self.runs])
+
+    def curve(self, name: str, against: str = "round") -> Curve:
+        """A field at the rounds that every run has, so that no seed enters or leaves half-way."""
+        series = [run.series(name) for run in self.runs]
+        rounds = sorted(set.intersection(*map(set, series))) if series else []
+        values = [estimate([one[r] for one in series]) for r in rounds]
+        x = np.array(rounds, float)
+        if against == "gib":
+            sent = [run.series("gib") for run in self.runs]
+            x = np.array([np.mean([one[r] for one in sent]) for r in rounds])
+        return Curve(x, np.array([v.mean for v in values]), np.array([v.error for v in values]))
+
+    @cached_property
+    def mixed(self) -> list[str]:
+        """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
+        ignored = {"seed", "device", "data_dir", "mode", "workers", "wire", "checkpoint_every"}
+        seen: dict[str, set[str]] = {}
+        for run in self.runs:
+            for table in ("run", "task", "algorithm"):
+                for key, value in run.config[table].items():
+                    seen.setdefault(key, set()).add(repr(value))
+        return sorted(key for key, values in seen.items() if len(values) > 1 and key not in ignored)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and standard error, s/√n with the unbiased s².
+
+    >>> estimate([1.0, 2.0, 3.0])
+    Estimate(mean=2.0, error=0.5773502691896258, count=3)
+    """
+    known = [v for v in values if math.isfinite(v)]
+    mean = float(np.mean(known)) if known else math.nan
+    error = float(np.std(known, ddof=1) / math.sqrt(len(known))) if len(known) > 1 else math.nan
+    return Estimate(mean, error, len(known))
+
+
+def find_runs(root: Path | str) -> Found:
+    """Every run under a folder, by path; a folder with any of a run's files counts as one."""
+    root = Path(root)
+    try:
+        folders = sorted({path.parent for name in FILES for path in root.rglob(name)})
+    except OSError as error:
+        return Found(broken=[Broken(root, f"cannot be listed: {error.strerror}")])
+    read = [read_run(folder) for folder in folders]
+    return Found([r for r in read if isinstance(r, Run)], [r for r in read if isinstance(r, Broken)])
+
+
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Runs of the same task and label together, ordered by seed; groups in the order in which they first appear."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.task, run.label), []).append(run)
+    return [Group(task, label, tuple(sorted(g, key=lambda r: r.seed))) for (task, label), g in groups.items()]
+
+
+def read_run(path: Path | str) -> Run | Broken:
+    """The run in a folder, or why there is none."""
+    path = Path(path)
+    try:
+        config = _config(path / "config.toml")
+        summary = _summary(path / "summary.json")
+        rounds = _rounds(path / "rounds.jsonl")
+        if summary is not None and len(rounds) < summary["rounds"]:
+            raise ValueError(f"summary.json tells of {summary['rounds']} rounds, rounds.jsonl holds {len(rounds)}")
+        diverged = path / "diverged.txt"
+        trouble = diverged.read_text(encoding="utf-8").strip() if diverged.is_file() and summary is None else ""
+        return Run(path, config, rounds, summary, _partition(path / "partition.json"), trouble)
+    except OSError as error:
+        return Broken(path, f"cannot be read: {error.strerror}")
+    except ValueError as error:  # JSON, TOML and UTF-8 errors are all of this kind
+        return Broken(path, " ".join(str(error).split()))
+
+
+def _config(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError("has no config.toml")
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config.toml is damaged: {error}") from error
+    for table in ("run", "task", "algorithm"):
+        if not isinstance(config.get(table), dict):
+            raise ValueError(f"config.toml has no table [{table}]")
+    kinds = {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}
+    for key, kind in kinds.items():
+        if not isinstance(config["run"].get(key), kind):
+            raise ValueError(f"config.toml has no {key} of a run")
+    return config
+
+
+def _rounds(path: Path) -> list[dict[str, Any]]:
+    """All complete lines; one that a crash cut short has no end and is not there yet."""
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"rounds.jsonl is damaged in line {number}: {error}") from error
+        if not isinstance(record, dict) or record.get("round") != number:
+            raise ValueError(f"rounds.jsonl is damaged: line {number} is not round {number}")
+        if not all(_is_number(record.get(key)) for key in ("bytes_up", "bytes_down")):
+            raise ValueError(f"rounds.jsonl is damaged: line {number} has no bytes")
+        records.append(record)
+    return records
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"summary.json is damaged: {error}") from error
+    if not isinstance(summary, dict) or not isinstance(summary.get("rounds"), int):
+        raise ValueError("summary.json is damaged: it does not say how many rounds there were")
+    for key in NUMBERS:
+        wrong = summary.get(key) is None if key.startswith("bytes") else False
+        if wrong or key not in summary or not (summary[key] is None or _is_number(summary[key], finite=False)):
+            raise ValueError(f"summary.json is damaged: {key} is not a number")
+    return summary
+
+
+def _partition(path: Path) -> Partition | None:
+    if not path.is_file():
+        return None
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        train, test = (np.array(held[name], np.int64) for name in ("train", "test"))
+        if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
+            raise ValueError("counts are not one row a client, one column a class")
+        return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"partition.json is damaged: {error}") from error
+
+
+def _is_number(value: Any, finite: bool = True) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and isinstance(value, int) and abs(value) > 2**63:  # no count is; it would not fit in a float
+        return False
+    return is_number and (not finite or math.isfinite(value))

@@ -1,0 +1,24 @@
+"""The paper's experiments from the data to the finished table and figures."""
+
+from fedprior.reproduce.command import reproduce
+from fedprior.reproduce.experiments import EXPERIMENTS, Cell, Cells, Experiment, Method, experiment
+from fedprior.reproduce.plan import RunSpec, missing, plan, read_seeds
+from fedprior.reproduce.results import Results, read_results
+from fedprior.reproduce.training import train
+
+__all__ = [
+    "EXPERIMENTS",
+    "Cell",
+    "Cells",
+    "Experiment",
+    "Method",
+    "Results",
+    "RunSpec",
+    "experiment",
+    "missing",
+    "plan",
+    "read_results",
+    "read_seeds",
+    "reproduce",
+    "train",
+]

@@ -1,0 +1,49 @@
+"""`fedprior reproduce`: plan, train what is missing, print and write the table, draw the figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fedprior.report.figures import NoMatplotlibError
+from fedprior.reproduce import table
+from fedprior.reproduce.experiments import experiment as named_experiment
+from fedprior.reproduce.plan import missing, plan
+from fedprior.reproduce.results import Results, read_results
+from fedprior.reproduce.training import train
+
+
+def reproduce(
+    name: str,
+    seeds: Sequence[int],
+    methods: Sequence[str] | None,
+    out: Path,
+    given: Mapping[str, str],
+    console: Console,
+    *,
+    table_only: bool = False,
+) -> Results:
+    """One folder a run, OUT/LABEL/seed-N; finished runs are kept, half-finished ones go on.
+
+    With `table_only` nothing is trained and no data is needed: table and figures come from the records in the folder.
+    """
+    experiment = named_experiment(name).chosen(methods)
+    specs = plan(experiment, seeds, out, given)
+    if not table_only:
+        left = missing(specs)
+        if len(left) < len(specs):
+            console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)
+        train(left, console)
+    results = read_results(experiment, out, specs)
+    console.print(table.terminal(results.title, experiment, results.groups))
+    for note in results.notes:
+        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
+    paths = results.write_tables()
+    try:
+        paths += results.write_figures()
+    except NoMatplotlibError as error:
+        console.print(f"no figures: {error}", highlight=False, markup=False, soft_wrap=True)
+    for path in paths:
+        if path.suffix in (".md", ".png"):
+            console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return results

@@ -1,0 +1,203 @@
+"""Runs read back from disk: equal to what was run, robust against every kind of damage, grouped over seeds."""
+
+import json
+import math
+import re
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedprior
+from fedprior.report.records import Broken, Run, estimate, find_runs, group_runs, read_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two algorithms with two seeds each, trained on a task of milliseconds; never changed by a test."""
+    root = tmp_path_factory.mktemp("runs")
+    x, y = np.random.RandomState(0).randn(40, 3), np.arange(40) % 2
+    data = torch.tensor(x, dtype=torch.float32), torch.tensor(y)
+    clients = [(data[0][i::4], data[1][i::4], data[0][i::4], data[1][i::4]) for i in range(4)]
+    results = {}
+    for name in ("fedavg", "fedprox"):
+        for seed in (1, 0):
+            task = fedprior.own_task(torch.nn.Linear(3, 2), clients, batch_size=5, evaluate_every=2, device="cpu")
+            results[name, seed] = fedprior.run(
+                task, name, out=root / name / f"seed-{seed}", seed=seed, rounds=5, clients_per_round=2
+            )
+    return root, results
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A finished run's folder that a test may damage."""
+    return shutil.copytree(made[0] / "fedavg" / "seed-0", tmp_path / "run")
+
+
+def test_a_run_reads_back_as_it_was(made):
+    root, results = made
+    run, result = read_run(root / "fedprox" / "seed-1"), results["fedprox", 1]
+    assert isinstance(run, Run)
+    assert run.rounds == result.records
+    assert run.summary == result.summary
+    assert (run.task, run.algorithm, run.label, run.seed, run.planned) == ("own", "fedprox", "fedprox", 1, 5)
+    assert run.finished
+    assert run.series("global_accuracy") == {r: result.records[r - 1]["global_accuracy"] for r in (2, 4, 5)}
+    total = sum(record["bytes_up"] + record["bytes_down"] for record in result.records)
+    assert run.final("gib") == run.series("gib")[5] == total / 2**30
+
+
+def test_groups_are_means_over_seeds_with_standard_errors(made):
+    root, results = made
+    groups = group_runs(find_runs(root).runs)
+    assert [(group.task, group.label, [run.seed for run in group.runs]) for group in groups] == [
+        ("own", "fedavg", [0, 1]),
+        ("own", "fedprox", [0, 1]),
+    ]
+    values = [results["fedavg", seed].summary["local_accuracy"] for seed in (0, 1)]
+    final = groups[0].final("local_accuracy")
+    assert final.mean == pytest.approx(statistics.mean(values))
+    assert final.error == pytest.approx(statistics.stdev(values) / math.sqrt(2))
+    curve = groups[0].curve("local_accuracy")
+    assert curve.x.tolist() == [2, 4, 5]
+    assert (curve.mean[-1], curve.error[-1]) == (final.mean, final.error)
+    sent = groups[0].curve("local_accuracy", against="gib")
+    assert sent.x[-1] == pytest.approx(groups[0].final("gib").mean)
+    assert np.all(np.diff(sent.x) > 0)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
+def test_estimates_are_those_of_the_standard_library(values):
+    made = estimate([*values, math.nan])
+    assert made.count == len(values)
+    assert made.mean == pytest.approx(statistics.fmean(values), abs=1e-6)
+    assert made.error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)), abs=1e-4)
+
+
+def test_one_run_has_no_error_and_none_has_no_mean():
+    assert estimate([3.0]).mean == 3.0
+    assert math.isnan(estimate([3.0]).error)
+    assert math.isnan(estimate([]).mean)
+
+
+def test_a_curve_ends_where_the_shortest_run_does(made, run):
+    lines = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (run / "rounds.jsonl").write_text("".join(lines[:3]))
+    (run / "summary.json").unlink()
+    (group,) = group_runs([read_run(run), read_run(made[0] / "fedavg" / "seed-1")])
+    assert group.curve("global_accuracy").x.tolist() == [2]
+
+
+def test_settings_that_differ_within_a_group_are_named(made):
+    root, _ = made
+    runs = [read_run(root / name / "seed-0") for name in ("fedavg", "fedprox")]
+    for run in runs:
+        run.config["run"]["label"] = "same"
+    (group,) = group_runs(runs)
+    assert group.mixed == ["algorithm", "precision"]
+    assert group_runs(find_runs(root).runs)[0].mixed == []
+
+
+# ---------------------------------------------------------------------- unfinished
+
+
+def test_an_unfinished_run_is_a_run_without_a_summary(run):
+    (run / "summary.json").unlink()
+    with (run / "rounds.jsonl").open("ab") as file:
+        file.write(b'{"round": 6, "bytes_')
+    read = read_run(run)
+    assert not read.finished
+    assert len(read.rounds) == 5
+    assert read.final("global_accuracy") == read.rounds[-1]["global_accuracy"]
+    (run / "rounds.jsonl").unlink()
+    read = read_run(run)
+    assert list(read.rounds) == []
+    assert math.isnan(read.final("global_accuracy"))
+    assert math.isnan(read.final("gib"))
+    assert len(group_runs([read])[0].curve("global_accuracy").x) == 0
+
+
+def test_a_diverged_run_says_so_until_it_is_finished(run):
+    (run / "diverged.txt").write_text("client 3 diverged in round 2\n")
+    assert read_run(run).trouble == ""
+    (run / "summary.json").unlink()
+    assert read_run(run).trouble == "client 3 diverged in round 2"
+
+
+def test_numbers_that_do_not_exist_are_nan(run):
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "global_accuracy": None}))
+    assert math.isnan(read_run(run).final("global_accuracy"))
+
+
+# ---------------------------------------------------------------------- broken
+
+DAMAGE = {
+    "config missing": ("config.toml", lambda text: None, "no config.toml"),
+    "config cut": ("config.toml", lambda text: text[: text.index("=") + 1], "config.toml is damaged"),
+    "config of something else": ("config.toml", lambda text: "[tool]\nx = 1\n", r"no table \[run\]"),
+    "config without a seed": ("config.toml", lambda text: text.replace("seed = ", "sead = "), "has no seed"),
+    "config as bytes": ("config.toml", lambda text: b"\xff\xfe", "config.toml is damaged"),
+    "rounds missing": ("rounds.jsonl", lambda text: None, "tells of 5 rounds, rounds.jsonl holds 0"),
+    "rounds cut": ("rounds.jsonl", lambda text: text[: len(text) // 2], "tells of 5 rounds"),
+    "rounds damaged": ("rounds.jsonl", lambda text: text.replace("{", "<", 1), "damaged in line 1"),
+    "a round lost": ("rounds.jsonl", lambda text: text[text.index("\n") + 1 :], "line 1 is not round 1"),
+    "not records": ("rounds.jsonl", lambda text: "[]\n" * 5, "line 1 is not round 1"),
+    "no bytes": ("rounds.jsonl", lambda text: text.replace("bytes_up", "bytes_out"), "line 1 has no bytes"),
+    "bytes beyond all bounds": ("rounds.jsonl", lambda text: text.replace('up": ', 'up": ' + "9" * 400, 1), "no bytes"),
+    "summary cut": ("summary.json", lambda text: text[:-10], "summary.json is damaged"),
+    "summary empty": ("summary.json", lambda text: "{}", "summary.json is damaged"),
+    "summary of words": (
+        "summary.json",
+        lambda text: text.replace('"sparsity": ', '"sparsity": "high",\n"x": '),
+        "spars",
+    ),
+    "partition cut": ("partition.json", lambda text: '{"fingerprint": "12", "classes": 2', "partition.json is damaged"),
+    "partition of another shape": (
+        "partition.json",
+        lambda text: json.dumps({"fingerprint": "12", "classes": 2, "train": [[1, 2], [3]], "test": [[0, 0]]}),
+        "partition.json is damaged",
+    ),
+    "a folder for a file": ("summary.json", lambda text: "folder", ""),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_one_line_and_hides_no_other_run(run, made, tmp_path, case):
+    name, change, words = DAMAGE[case]
+    text = (run / name).read_text() if (run / name).exists() else ""
+    changed = change(text)
+    (run / name).unlink(missing_ok=True)
+    if changed == "folder":
+        (run / name).mkdir()
+        assert not read_run(run).finished
+        return
+    if changed is not None:
+        (run / name).write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    read = read_run(run)
+    assert isinstance(read, Broken)
+    assert "\n" not in read.reason
+    assert re.search(words, read.reason), read.reason
+    shutil.copytree(made[0], tmp_path / "others")
+    found = find_runs(tmp_path)
+    assert [broken.path for broken in found.broken] == [run]
+    assert len(found.runs) == 4
+
+
+@given(st.binary(max_size=60), st.sampled_from(["config.toml", "rounds.jsonl", "summary.json", "partition.json"]))
+def test_no_file_raises(made, tmp_path_factory, content, name):
+    folder = tmp_path_factory.mktemp("fuzz") / "run"
+    shutil.copytree(made[0] / "fedavg" / "seed-0", folder)
+    (folder / name).write_bytes(content)
+    assert isinstance(read_run(folder), Run | Broken)
+
+
+def test_nothing_is_found_where_there_is_nothing(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert find_runs(path).runs == find_runs(path).broken == []
+    assert "no config.toml" in read_run(tmp_path).reason
