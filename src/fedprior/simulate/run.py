@@ -136,7 +136,7 @@ def drive(
     """Run the rounds that are left, and finish."""
     saved = time.monotonic()
     while sim.round < settings.rounds:
-        last = sim.round + 1 == settings.rounds
+        last, seconds = sim.round + 1 == settings.rounds, sim.seconds
         try:
             record = sim.step(evaluate=last or (sim.round + 1) % settings.evaluate_every == 0)
         except DivergedError:
@@ -146,6 +146,7 @@ def drive(
         records.append(record)
         if folder:
             folder.append(record)
+            folder.append_time(sim.round, sim.seconds - seconds)
             due = (
                 time.monotonic() - saved > 20
                 if settings.checkpoint_every is None
