@@ -1,4 +1,4 @@
-"""The commands for what comes out of runs: `export`, `predict`, `evaluate`."""
+"""The commands for what comes out of runs: `watch`, `evaluate`, `export`, `predict`."""
 
 import csv
 import sys
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fedprior import deploy
 from fedprior.compact.predict import predict
+from fedprior.report.watch import watch
 
 # What is piped to a file need not fit a terminal of 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -26,8 +27,16 @@ Client = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (export_command, predict_command, evaluate_command):
+    for command in (watch_command, evaluate_command, export_command, predict_command):
         app.command(command.__name__.removesuffix("_command"))(command)
+
+
+def watch_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs; it need not be there yet.")],
+    once: Annotated[bool, typer.Option("--once", help="Show how things stand, and end.")] = False,
+) -> None:
+    """Follow runs that are trained by another process."""
+    watch(run, console, once=once)
 
 
 def export_command(

@@ -44,7 +44,10 @@ def local_accuracy(accuracy: Tensor) -> float:
 def layer_sparsity(models: Params) -> dict[str, float]:
     """Which share of each layer's weights is zero, as `sparsity/LAYER`; nothing where none is."""
     weights = {name: value for name, value in models.items() if value.dim() > 2}  # stacked: one dimension more
-    gone = {f"sparsity/{name.removesuffix('.weight')}": float((value == 0).double().mean()) for name, value in weights.items()}
+    gone = {
+        f"sparsity/{name.removesuffix('.weight')}": float((value == 0).double().mean())
+        for name, value in weights.items()
+    }
     return gone if any(gone.values()) else {}
 
 
