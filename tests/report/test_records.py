@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedprior
+import fedprior.report
 from fedprior.report.records import Broken, Run, estimate, find_runs, group_runs, read_run
 
 
@@ -201,3 +203,9 @@ def test_nothing_is_found_where_there_is_nothing(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         assert find_runs(path).runs == find_runs(path).broken == []
     assert "no config.toml" in read_run(tmp_path).reason
+
+
+def test_the_report_sees_records_and_nothing_that_trains():
+    for path in Path(fedprior.report.__file__).parent.glob("*.py"):
+        imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
+        assert all(name.startswith(("fedprior.report", "fedprior.errors")) for name in imported), path.name

@@ -116,7 +116,7 @@ CIFAR10 = Experiment(
         ),
         Method(
             "fedsparse-mid-unpruned",
-            "FedSparse, mid, server unpruned",
+            "FedSparse, mid, unpruned",
             "fedsparse",
             {"lambda0": LEVELS["mid"], "prune_server": False},
         ),

@@ -6,22 +6,25 @@ import math
 from collections.abc import Iterable, Sequence
 
 from rich import box
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from fedprior.report.records import Estimate, Group
 from fedprior.reproduce.experiments import Cell, Experiment, Method
 
-COLUMNS = {"global_accuracy": "global acc. %", "local_accuracy": "local acc. %", "gib": "GiB", "sparsity": "sparsity %"}
+COLUMNS = {"global_accuracy": "global %", "local_accuracy": "local %", "gib": "GiB", "sparsity": "sparsity %"}
 NONE = "–"
 
 
 def terminal(title: str, experiment: Experiment, groups: Sequence[Group]) -> Table:
     """For a terminal."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for number, name in enumerate(_header()):
-        made.add_column(name, justify="left" if number == 0 else "right", style="dim" if name == "paper" else "")
+        style = "dim" if name == "paper" else ""
+        justify: JustifyMethod = "left" if number == 0 else "right"
+        made.add_column(name, justify=justify, style=style, no_wrap=number == 0, overflow="fold")
     for row in _rows(experiment, groups):
-        made.add_row(*row)
+        made.add_row(*(cell.replace(" ± ", "±") for cell in row))  # ten columns must fit a page of 120 letters
     return made
 
 
