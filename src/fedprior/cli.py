@@ -15,8 +15,10 @@ from fedprior import commands, runs
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
 from fedprior.errors import FedpriorError, SettingError
 from fedprior.progress import RunProgress
+from fedprior.repeat import repeat_command
 from fedprior.report import markdown_table, summary_table
 from fedprior.report.tensorboard import TensorBoard
+from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
 from fedprior.simulate import Result, RunFolder
@@ -125,7 +127,9 @@ def compare(
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
     (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-    console.print(f"{folder / 'table.md'}", highlight=False)
+    write_report([folder], folder / "report.html", repeat=repeat_command)
+    for name in ("table.md", "report.html"):
+        console.print(f"{folder / name}", highlight=False)
 
 
 @app.command()

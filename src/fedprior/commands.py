@@ -1,4 +1,4 @@
-"""The commands for what comes out of runs: `watch`, `evaluate`, `export`, `predict`."""
+"""The commands for what comes out of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
 
 import csv
 import sys
@@ -12,7 +12,9 @@ from rich.table import Table
 
 from fedprior import deploy
 from fedprior.compact.predict import predict
+from fedprior.repeat import repeat_command
 from fedprior.report.watch import watch
+from fedprior.report.write import write_report
 
 # What is piped to a file need not fit a terminal of 80 columns.
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -27,8 +29,24 @@ Client = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (watch_command, evaluate_command, export_command, predict_command):
+    for command in (report_command, watch_command, evaluate_command, export_command, predict_command):
         app.command(command.__name__.removesuffix("_command"))(command)
+
+
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders of runs.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="Also PNG, SVG and PDF figures, in this folder.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Also the table as Markdown, LaTeX and CSV, in this folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
+    written, broken = write_report(folders, out, figures_to=figures, tables_to=tables, repeat=repeat_command)
+    for one in broken:
+        console.print(f"left out: {one.path}: {one.reason}", highlight=False, markup=False, soft_wrap=True)
+    for path in written:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
 def watch_command(

@@ -22,12 +22,15 @@ STALE = 60.0
 
 def watch(path: Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
     """Show a run, or every run under a folder, until all are finished; an interrupt ends it quietly."""
+    if once:
+        console.print(view(path, look(path)))
+        return
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
                 found = look(path)
                 live.update(view(path, found), refresh=True)
-                if once or (found and all(isinstance(r, Broken) or r.finished or r.trouble for r in found)):
+                if found and all(isinstance(r, Broken) or r.finished or r.trouble for r in found):
                     return
                 time.sleep(interval)
     except KeyboardInterrupt:

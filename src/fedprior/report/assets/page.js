@@ -25,7 +25,7 @@ const number = (v) => {
   return String(+v.toPrecision(size >= 100 ? 4 : 3));
 };
 const percent = (v) => `${(100 * v).toFixed(1)}%`;
-const bytes = (v) => (v >= 1e9 ? `${number(v / 1e9)} GB` : v >= 1e6 ? `${number(v / 1e6)} MB` : `${number(v / 1e3)} kB`);
+const bytes = (v) => (v === 0 ? "0" : v >= 1e9 ? `${number(v / 1e9)} GB` : v >= 1e6 ? `${number(v / 1e6)} MB` : `${number(v / 1e3)} kB`);
 const secondsText = (v) => `${number(v)} s`;
 
 // ---------------------------------------------------------------- axes
@@ -62,11 +62,11 @@ class LineChart {
     this.spec = spec;
     this.state = { logX: false, logY: false, whole: false };
     this.box = el("figure", { "data-chart": spec.title });
-    const header = el("header", {}, el("h3", {}, spec.title), el("span", { class: "space" }));
-    for (const tool of spec.tools || []) header.append(tool);
-    if (spec.x.log) header.append(this.toggle("log x", "logX"));
-    if (spec.y.log) header.append(this.toggle("log y", "logY"));
-    if (spec.y.skip) header.append(this.toggle("whole range", "whole"));
+    const tools = el("span", { class: "tools" }, ...(spec.tools || []));
+    if (spec.x.log) tools.append(this.toggle("log x", "logX"));
+    if (spec.y.log) tools.append(this.toggle("log y", "logY"));
+    if (spec.y.skip) tools.append(this.toggle("all values", "whole"));
+    const header = el("header", {}, el("h3", {}, spec.title), tools);
     this.plot = el("div");
     this.legend = el("div", { class: "legend" });
     this.tip = el("div", { class: "tip", hidden: "" });
