@@ -244,18 +244,8 @@ def test_version_and_help(shell):
     assert shell("--version") == (0, f"{fedprior.__version__}\n", "")
     code, out, _ = shell()
     assert code == 0
-    for command in (
-        "run",
-        "compare",
-        "resume",
-        "tasks",
-        "algorithms",
-        "report",
-        "watch",
-        "export",
-        "predict",
-        "evaluate",
-    ):
+    commands = "run compare resume reproduce tasks algorithms report watch export predict evaluate"
+    for command in commands.split():
         assert command in out
     assert "--clients-per-round" in shell("run", "--help")[1]
 

@@ -1,5 +1,6 @@
 """Figures show the numbers of the records; that they are pleasant to look at, no test can say."""
 
+import json
 import sys
 
 import numpy as np
@@ -104,6 +105,21 @@ def test_nothing_to_show_is_an_empty_figure(tmp_path, write_run):
     for draw in (figures.accuracy_against_bytes, figures.sparsity_over_rounds, figures.total_variation):
         for given in (groups, []):
             figures.save(draw(given), tmp_path / "figures", "empty", ["png"])
+
+
+def test_only_the_first_rounds_may_lie_below_the_axis(tmp_path, write_run):
+    """An accuracy may fall while the model trains, as SCAFFOLD's local one does; that must be seen."""
+    write_run(tmp_path / "rising", label="rising")
+    falling = write_run(tmp_path / "falling", label="falling", finished=False)
+    records = [json.loads(line) for line in (falling / "rounds.jsonl").read_text().splitlines()]
+    for record in records:
+        record |= {key: 1 - record["round"] / 400 for key in record if key.endswith("accuracy")}
+    (falling / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for axes in figures.accuracy_against_rounds(group_runs(find_runs(tmp_path).runs)).axes:
+        low, high = axes.get_ylim()
+        for line in axes.get_lines():
+            assert low < line.get_ydata()[2:].min()
+            assert line.get_ydata().max() < high
 
 
 def test_one_seed_has_a_line_without_a_band(paperlike, tmp_path):

@@ -139,7 +139,7 @@ def _panels(
             if field.endswith("accuracy"):
                 _skip_the_start(axes)
             else:
-                axes.set_ylim(bottom=0)
+                axes.set_ylim(0, 1.05 * axes.dataLim.y1 if axes.get_lines() else 1)
         panels[-1].set_xlabel(xlabel)
         panels[-1].set_xlim(left=0)
         panels[-1].locator_params(axis="x", integer=against == "round")
@@ -183,11 +183,12 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _skip_the_start(axes: "Axes") -> None:
-    """Begin an accuracy's axis above the steep first rounds, where all lines lie on one another."""
-    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.get_lines()] or [np.zeros(0)])
-    if len(values):
-        low, high = float(np.quantile(values, 0.06)), float(axes.dataLim.y1)  # the bands have their place too
-        axes.set_ylim(max(low - 0.05 * (high - low), 0), min(high + 0.06 * (high - low) + 0.1, 100))
+    """Begin an accuracy's axis above the steep first rounds, where all lines lie on one another; show all the rest."""
+    later = [np.asarray(line.get_ydata(), float)[len(line.get_xdata()) // 12 :] for line in axes.get_lines()]  # type: ignore[arg-type]
+    if later:
+        low, high = float(min(values.min() for values in later)), float(axes.dataLim.y1)  # bands have their place too
+        room = 0.05 * max(high - low, 1)
+        axes.set_ylim(max(low - room, 0), high + room)
 
 
 def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, Any]]:

@@ -180,7 +180,7 @@ SCAFFOLD = Experiment(
     ),
 )
 
-# Not the paper's: everything that the others do, on the embedded digits and in a minute, so that it can be tried.
+# Not the paper's: everything that the others do, on the embedded digits and in minutes, so that it can be tried.
 MNIST_MINI = Experiment(
     "mnist-mini",
     "MNIST, the 12,000 embedded digits, LeNet-5",
