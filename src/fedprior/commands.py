@@ -72,9 +72,10 @@ def export_command(
     console.print(f"milliseconds: {found['timing']}", highlight=False)
     units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
     console.print(f"units left: {units or 'all'}", highlight=False)
-    for name, difference in found["largest_difference"].items():
+    for name, compared in found["compared"].items():
         console.print(
-            f"{name}: outputs equal the full network's to {difference:.1e} on {found['compared_inputs']:,} test inputs",
+            f"{name}: outputs equal the full network's to {compared['largest_difference']:.1e}, "
+            f"and {compared['same_predictions']:,} of {compared['inputs']:,} predictions",
             highlight=False,
         )
     for note in found["notes"]:

@@ -53,6 +53,7 @@ def test_model_py_loads_without_fedprior(name: str, tmp_path: Path) -> None:
     found = export_module(module, x, tmp_path / "out", about={"title": name}, with_onnx=False)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.json", "model.py", "model.safetensors"]
     assert found["sizes"]["compact"]["parameters"] < found["sizes"]["dense"]["parameters"]
+    assert found["compared"]["torch"]["same_predictions"] == len(x)
     np.save(tmp_path / "out" / "inputs.npy", x.numpy())
     subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE], cwd=tmp_path / "out", check=True)
     there = torch.from_numpy(np.load(tmp_path / "out" / "outputs.npy"))

@@ -22,23 +22,24 @@ def multiply_adds(module: nn.Module, example: Tensor) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-REPEATS, PATIENCE = 50, 3.0
+REPEATS, PATIENCE = 100, 6.0
 
 
 def fastest(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Milliseconds of each call on one core: the fastest of 50, or of as many as three seconds allow.
+    """Milliseconds of one core's time for each call: the fastest of 100, or of as many as six seconds allow.
 
-    Calls are taken in turn, so that all meet the same noise of the machine.
+    Time that the core spends on other programs does not count, and calls are taken in turn, so that a busy machine
+    says nearly what an idle one would. What is called must not use other threads.
     """
     best, begun = [float("inf")] * len(calls), time.perf_counter()
     with one_core(), torch.no_grad():
         for call in calls:
             call()
         for repeat in range(REPEATS):
-            if repeat >= 3 and time.perf_counter() - begun > PATIENCE:
+            if repeat >= 10 and time.perf_counter() - begun > PATIENCE:
                 break
             for i, call in enumerate(calls):
-                start = time.perf_counter()
+                start = time.thread_time()
                 call()
-                best[i] = min(best[i], 1000 * (time.perf_counter() - start))
+                best[i] = min(best[i], 1000 * (time.thread_time() - start))
     return best
