@@ -3,9 +3,6 @@
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -59,22 +56,19 @@ def test_the_last_time_of_a_round_counts(tmp_path):
     assert round_seconds(tmp_path / "nowhere") == {}
 
 
-def test_an_interrupt_ends_it_quietly(tmp_path):
-    command = [sys.executable, "-m", "fedprior", "watch", str(tmp_path / "run")]
-    with subprocess.Popen(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        time.sleep(8)
-        assert process.poll() is None, "it waits for a run that is not there yet"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert "waiting for a run" in out
+def test_it_waits_for_a_run_and_an_interrupt_ends_it_quietly(tmp_path, monkeypatch):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedprior.report.watch.time.sleep", sleep)
+    console = Console(file=io.StringIO(), width=200)
+    watch(tmp_path / "run", console)
+    assert len(waits) == 3
+    assert "waiting for a run" in console.file.getvalue()
 
 
 def test_tensorboard_has_the_records_numbers(tmp_path):
