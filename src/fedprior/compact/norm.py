@@ -21,16 +21,20 @@ class PrunedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dims = tuple(range(self.axis, x.dim()))
-        groups = []
-        for part, kept in zip(x.split(self.kept, self.axis), self.kept, strict=True):
-            share = kept / self.channels
-            mean = part.mean(dims, keepdim=True) * share
-            centred = part - mean
-            variance = centred.square().mean(dims, keepdim=True) * share + mean.square() * (1 - share)
-            groups.append(centred * (variance + self.eps).rsqrt())
         shape = self.shape + (1,) * (len(dims) - len(self.shape))
-        out = torch.cat(groups, self.axis) * self.weight.reshape(shape)
-        return out if self.bias is None else out + self.bias.reshape(shape)
+        means, deviations = [], []
+        for part in x.split(self.kept, self.axis):
+            share = part.shape[self.axis] / self.channels
+            variance, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
+            variance = share * variance + share * (1 - share) * mean.square()  # with the zeros that are not there
+            spread = [-1] * x.dim()
+            spread[self.axis] = part.shape[self.axis]
+            means.append((share * mean).expand(spread))
+            deviations.append((variance + self.eps).rsqrt().expand(spread))
+        # All that depends on the input is small; the input itself is read and written once.
+        scale = torch.cat(deviations, self.axis) * self.weight.reshape(shape)
+        shift = -torch.cat(means, self.axis) * scale
+        return x * scale + (shift if self.bias is None else shift + self.bias.reshape(shape))
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
