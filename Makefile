@@ -28,5 +28,5 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprior needs Python 3.11 or newer; say which with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report,flower]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report,export,tensorboard,flower]'
 	@touch $@

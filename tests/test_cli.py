@@ -1,14 +1,17 @@
 """The command line: what it prints, what it writes, and how it says no."""
 
+import html
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import tomllib
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -100,6 +103,87 @@ def test_compare_prints_and_writes_one_table_with_the_numbers_of_the_summaries(s
     assert list(table(written)) == names
     assert "global acc." in written
     assert re.search(r"^tiny, 5 rounds, seed 0", written)
+    assert "both/report.html" in out
+    assert "fedsparse-unstructured" in (tmp_path / "both" / "report.html").read_text()
+
+
+def test_report_writes_page_figures_and_tables_and_names_what_it_left_out(shell, tmp_path):
+    shell("run", "tiny", "--out", "one")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.toml").write_text("rounds = ")
+    code, out, err = shell("report", "one", "half", "--figures", "figures", "--tables", "tables")
+    assert (code, err) == (0, "")
+    assert "left out: half: config.toml is damaged" in out
+    assert (tmp_path / "report.html").exists()
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {"table.md", "table.tex", "table.csv"}
+    assert {"accuracy-bytes.png", "accuracy-rounds.svg"} <= {path.name for path in (tmp_path / "figures").iterdir()}
+    assert shell("report", "half")[::2] == (
+        2,
+        "error: there is nothing to report: half: config.toml is damaged: Invalid value (at end of document)\n",
+    )
+
+
+def test_the_command_on_the_page_repeats_the_run(shell, tmp_path):
+    shell(
+        *("run", "tiny", "--algorithm", "fedsparse", "--out", "one", "--label", "my own", "--seed", 5),
+        *("--set", "size=7", "--set", "lambda0=1e-3", "--set", "server_optimiser=none", "--set", "structured=false"),
+    )
+    shell("report", "one")
+    text = re.search(r"<pre>(fedprior run .*?)</pre>", (tmp_path / "report.html").read_text()).group(1)
+    command = shlex.split(html.unescape(text))
+    assert shell(*command[1:], "--out", "two")[0] == 0
+    for name in ("config.toml", "rounds.jsonl", "partition.json"):
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+
+
+def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
+    shell("run", "tiny", "--algorithm", "fedsparse", "--out", "run", "--set", "lambda0=1e-2")
+    code, out, err = shell("export", "run", "--to", "small", "--no-onnx")
+    assert (code, err) == (0, "")
+    for words in ("parameters", "bytes", "multiply-adds", "milliseconds", "outputs equal", "small"):
+        assert words in out
+    sizes = json.loads((tmp_path / "small" / "model.json").read_text())["sizes"]
+    assert f"{sizes['compact']['parameters']:,}" in out
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(25, 1, 8, 8)).astype(np.float32))
+    code, out, err = shell("predict", "small", "x.npy", "--out", "found.csv")
+    assert (code, err) == (0, "")
+    assert "and 5 more" in out
+    assert len((tmp_path / "found.csv").read_text().splitlines()) == 26
+    code, out, err = shell("evaluate", "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (code, err) == (0, "")
+    assert f"{100 * summary['global_accuracy']:.2f}%" in out
+    code, out, err = shell("evaluate", "run", "--personalise", 1)
+    assert (code, err) == (0, "")
+    assert "client 1's own model" in out
+    assert "the server's, on the same" in out
+    for arguments, words in (
+        (("export", "run", "--to", "small"), "small exists; choose another folder"),
+        (("evaluate", "run", "--personalise", 9), "there is no client 9"),
+        (("evaluate", "run", "--data", "nothing.npz"), "cannot be read as a numpy file"),
+        (("predict", "run", "x.npy"), "run is not an exported model"),
+    ):
+        code, _, err = shell(*arguments)
+        assert (code, err.count("\n")) == (2, 1)
+        assert words in err
+    monkeypatch.setattr("fedprior.compact.onnx.available", lambda: False)
+    assert "pip install 'fedprior[export]'" in shell("export", "run", "--to", "other", "--onnx")[2]
+
+
+def test_watch_shows_how_things_stand(shell):
+    shell("run", "tiny", "--out", "run")
+    code, out, err = shell("watch", "run", "--once")
+    assert (code, err) == (0, "")
+    assert "5/5" in out
+    assert "finished" in out
+
+
+def test_tensorboard_is_an_option_and_says_how_to_get_it(shell, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    code, _, err = shell("run", "tiny", "--out", "run", "--tensorboard", "board")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pip install 'fedprior[tensorboard]'" in err
+    assert list(tmp_path.iterdir()) == [], "nothing was trained"
 
 
 def test_compare_starts_all_algorithms_from_the_same_weights(shell, tmp_path):
@@ -160,7 +244,8 @@ def test_version_and_help(shell):
     assert shell("--version") == (0, f"{fedprior.__version__}\n", "")
     code, out, _ = shell()
     assert code == 0
-    for command in ("run", "compare", "resume", "reproduce", "tasks", "algorithms"):
+    commands = "run compare resume reproduce tasks algorithms report watch export predict evaluate"
+    for command in commands.split():
         assert command in out
     assert "--clients-per-round" in shell("run", "--help")[1]
 

@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
 import fedprior
@@ -57,6 +58,14 @@ def test_measured_tables_go_between_their_marks(tmp_path: Path) -> None:
     assert script["fill"](once, tmp_path) == once
     for name in ("cifar10", "cifar100", "femnist", "scaffold"):
         assert once.count(f"<!-- measured: {name} -->") == 1
+
+
+def test_export_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = python_blocks("export.md")
+    exec(example, {"__name__": "export"})
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert (tmp_path / "small" / "model.py").exists()
 
 
 def test_every_algorithm_is_documented() -> None:

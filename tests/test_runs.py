@@ -30,7 +30,7 @@ def finished(small_task, tmp_path):
 
 def test_the_folder_holds_what_a_run_is_known_by(finished):
     names = {path.name for path in finished.path.iterdir()}
-    records = {"config.toml", "partition.json", "rounds.jsonl", "summary.json"}
+    records = {"config.toml", "partition.json", "rounds.jsonl", "times.jsonl", "summary.json"}
     assert names == records | {"model.safetensors", "checkpoint.safetensors"}
 
 
@@ -44,12 +44,29 @@ def test_rounds_has_a_line_a_round_with_bytes_loss_and_where_evaluated_the_rest(
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
     for record in records:
         expected = always | evaluated if record["round"] in (2, 4, 5) else always
-        assert set(record) - {"floored"} == expected
+        layers = {f"sparsity/{name}" for name in ("conv", "fc1", "fc2")}
+        assert set(record) - {"floored"} - layers == expected
+        assert layers <= set(record) or record.get("sparsity", 0) == 0
         assert isinstance(record["bytes_up"], int)
         assert isinstance(record["bytes_down"], int)
         assert record["train_loss"] > 0
         assert all(0 <= record[name] <= 1 for name in expected & evaluated)
         assert record.get("tv_mean", 0) <= record.get("tv_max", 0)
+
+
+def test_a_layers_sparsity_is_the_share_of_its_weights_that_is_gone(finished):
+    weights = safetensors.torch.load_file(finished.path / "model.safetensors")
+    last = finished.records[-1]
+    assert last["sparsity"] > 0, "nothing was pruned, so this tests nothing"
+    for layer in ("conv", "fc1", "fc2"):
+        assert last[f"sparsity/{layer}"] == pytest.approx(float((weights[f"{layer}.weight"] == 0).double().mean()))
+
+
+def test_times_are_kept_beside_the_records_and_add_up(finished):
+    times = [json.loads(line) for line in (finished.path / "times.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in times] == [1, 2, 3, 4, 5]
+    assert all(line["seconds"] > 0 for line in times)
+    assert sum(line["seconds"] for line in times) == pytest.approx(finished.summary["seconds"], abs=0.01)
 
 
 def test_summary_has_every_field_with_accuracies_and_sparsity_as_fractions(finished):

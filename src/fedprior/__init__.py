@@ -8,6 +8,7 @@
 
 from fedprior.algorithms import ALGORITHMS, algorithm
 from fedprior.data import FederatedData
+from fedprior.deploy import evaluate, export
 from fedprior.em import Algorithm
 from fedprior.errors import DataError, DivergedError, FedpriorError, ModelError, RunError, SettingError, WireError
 from fedprior.network import Network
@@ -35,6 +36,8 @@ __all__ = [
     "WireError",
     "__version__",
     "algorithm",
+    "evaluate",
+    "export",
     "own_task",
     "resume",
     "run",

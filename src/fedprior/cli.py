@@ -1,4 +1,4 @@
-"""The command line: `fedprior run`, `compare`, `sweep`, `resume`, `reproduce`, `tasks`, `algorithms`."""
+"""The command line: `run`, `compare`, `sweep`, `resume`, `reproduce`, `tasks`, `algorithms`, and those of `commands.py`."""
 
 import sys
 import traceback
@@ -11,11 +11,14 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from fedprior import runs, sweeps
+from fedprior import commands, runs, sweeps
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
 from fedprior.errors import DivergedError, FedpriorError, SettingError
 from fedprior.progress import RunProgress
+from fedprior.repeat import repeat_command
 from fedprior.report import markdown_table, summary_table
+from fedprior.report.tensorboard import TensorBoard
+from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
 from fedprior.simulate import Result, RunFolder
@@ -46,6 +49,10 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="A folder with the data sets as the Hugging Face Hub lays them out.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+Board = Annotated[Path | None, typer.Option("--tensorboard", help="Log to TensorBoard too, in this folder.")]
+
+
+commands.register(app)
 
 
 @app.callback()
@@ -73,12 +80,22 @@ def run_command(
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
     label: Annotated[str | None, typer.Option(help="A name for this setting of the algorithm.")] = None,
+    tensorboard: Board = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train one algorithm on one task."""
     folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
     result = _run(
-        task, [algorithm], rounds, seed, clients_per_round, device, [folder], label, _settings(set_, data_dir)
+        task,
+        [algorithm],
+        rounds,
+        seed,
+        clients_per_round,
+        device,
+        [folder],
+        label,
+        _settings(set_, data_dir),
+        tensorboard,
     )
     console.print(summary_table([r.summary for r in result]))
     console.print(f"{folder}", highlight=False)
@@ -96,6 +113,7 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
     ] = None,
+    tensorboard: Board = None,
     set_: Set = [],  # noqa: B006
 ) -> None:
     """Train several algorithms on one task and print one table."""
@@ -105,11 +123,13 @@ def compare(
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
     RunFolder(folder).check_unused()
     folders, settings = [folder / name for name in names], _settings(set_, data_dir)
-    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings)
+    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard)
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
     (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-    console.print(f"{folder / 'table.md'}", highlight=False)
+    write_report([folder], folder / "report.html", repeat=repeat_command)
+    for name in ("table.md", "report.html"):
+        console.print(f"{folder / name}", highlight=False)
 
 
 @app.command()
@@ -143,7 +163,9 @@ def sweep(
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     console.print(summary_table(summaries))
     (chosen / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-    console.print(f"{chosen / 'table.md'}", highlight=False)
+    write_report([chosen], chosen / "report.html", repeat=repeat_command)
+    for name in ("table.md", "report.html"):
+        console.print(f"{chosen / name}", highlight=False)
 
 
 def _watch(group: list[sweeps.Spec], rounds: int) -> RunProgress:
@@ -222,6 +244,7 @@ def _run(
     folders: list[Path],
     label: str | None,
     set_: list[str],
+    tensorboard: Path | None = None,
 ) -> list[Result]:
     """Check everything first, then train one after the other."""
     for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
@@ -236,7 +259,9 @@ def _run(
     ]
     results = []
     for one, folder in zip(chosen, folders, strict=True):
-        with RunProgress(console, label or one.name, total) as progress:
+        board_folder = tensorboard / folder.name if tensorboard else None
+        with RunProgress(console, label or one.name, total) as progress, TensorBoard(board_folder) as board:
+            progress.also = board
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
 

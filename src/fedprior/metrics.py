@@ -41,6 +41,16 @@ def local_accuracy(accuracy: Tensor) -> float:
     return float(accuracy.nanmean())
 
 
+def layer_sparsity(models: Params) -> dict[str, float]:
+    """Which share of each layer's weights is zero, as `sparsity/LAYER`; nothing where none is."""
+    weights = {name: value for name, value in models.items() if value.dim() > 2}  # stacked: one dimension more
+    gone = {
+        f"sparsity/{name.removesuffix('.weight')}": float((value == 0).double().mean())
+        for name, value in weights.items()
+    }
+    return gone if any(gone.values()) else {}
+
+
 def disagreement(client_gates: Gates, server_gates: Gates) -> dict[str, float]:
     """Mean and maximum over gates and clients of the total variation |π − θ|; nothing where there are no gates."""
     if not server_gates:

@@ -1,5 +1,6 @@
 """A live line for a run: rounds, time left, accuracy, bytes. Silent when the output is not a terminal."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,8 @@ class RunProgress:
 
     def __init__(self, console: Console, label: str, rounds: int) -> None:
         self.bytes: dict[int, int] = {}
+        self.also: Callable[[dict[str, Any]], None] | None = None
+        """Who else is told of every round."""
         self.accuracy = ""
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -44,6 +47,8 @@ class RunProgress:
                 self.accuracy += f"sparsity {100 * record['sparsity']:.0f}%  "
         news = f"{self.accuracy}loss {record['train_loss']:.3f}  {sum(self.bytes.values()) / 1e6:,.0f} MB"
         self.progress.update(self.task, completed=record["round"], news=news)
+        if self.also:
+            self.also(record)
 
     def catch_up(self, records: list[dict[str, Any]]) -> None:
         """Start from the records of an earlier session."""

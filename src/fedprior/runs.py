@@ -85,7 +85,7 @@ def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm) -> Job:
     about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    return Job(sim, settings, about, folder, folder.truncate(sim.round, expected))
+    return Job(sim, settings, about, folder, folder.truncate(sim.round, expected), clock=sim.seconds)
 
 
 def resume(
@@ -93,20 +93,7 @@ def resume(
 ) -> Result:
     """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
     folder = RunFolder(Path(path))
-    about, chosen, options, algorithm_options = read_config(folder)
-    if task is None:
-        if about["task"] not in TASKS:
-            raise RunError(
-                f"{path} trained a task of your own, {about['task']!r}; "
-                f"resume it from Python: resume({str(path)!r}, task=…)"
-            )
-        task = named_task(about["task"], seed=chosen.seed, **options)
-    if algorithm is None:
-        if about["algorithm"] == "own":
-            raise RunError(
-                f"{path} used an algorithm of your own; resume it from Python: resume({str(path)!r}, algorithm=…)"
-            )
-        algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+    _, _, task, algorithm = rebuild(folder, task, algorithm)
     job = _reopen(folder, task, algorithm)
     job.progress = progress
     return _one(drive([job]))
@@ -118,6 +105,28 @@ def _one(outcomes: list[Result | DivergedError]) -> Result:
     if isinstance(outcome, DivergedError):
         raise outcome
     return outcome
+
+
+def rebuild(
+    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, call: str = "resume"
+) -> tuple[dict[str, str], Settings, Task, Algorithm]:
+    """What a run is about, its settings, task and algorithm: from its config, or what the user passes to `call`."""
+    path = folder.path
+    about, chosen, options, algorithm_options = read_config(folder)
+    if task is None:
+        if about["task"] not in TASKS:
+            raise RunError(
+                f"{path} trained a task of your own, {about['task']!r}; "
+                f"{call} it from Python: {call}({str(path)!r}, task=…)"
+            )
+        task = named_task(about["task"], seed=chosen.seed, **options)
+    if algorithm is None:
+        if about["algorithm"] == "own":
+            raise RunError(
+                f"{path} used an algorithm of your own; {call} it from Python: {call}({str(path)!r}, algorithm=…)"
+            )
+        algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+    return about, chosen, task, algorithm
 
 
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:

@@ -18,8 +18,8 @@ def mnist_mini(validation: bool = False) -> Images:
     """
     packed = resources.files("fedprior.data").joinpath("mnist_mini.npz.xz").read_bytes()
     arrays = np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False)
-    train, test = normalise(arrays["train_x"], arrays["test_x"])
+    train, test, scale = normalise(arrays["train_x"], arrays["test_x"])
     train_y, test_y = (arrays[name].astype(np.int64) for name in ("train_y", "test_y"))
     if validation:
-        return Images(train[:8000], train_y[:8000], train[8000:], train_y[8000:])
-    return Images(train, train_y, test, test_y)
+        return Images(train[:8000], train_y[:8000], train[8000:], train_y[8000:], scale)
+    return Images(train, train_y, test, test_y, scale)

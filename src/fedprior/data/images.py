@@ -9,6 +9,18 @@ from torch import Tensor
 from fedprior.errors import DataError
 
 
+class Scale(NamedTuple):
+    """How pixels of 0 to 1 became a network's inputs: (pixel − mean) / deviation, channel by channel."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, images: np.ndarray) -> Tensor:
+        """8-bit images [N, H, W] or [N, H, W, C] as inputs [N, C, H, W]."""
+        mean, deviation = (torch.tensor(values).reshape(1, -1, 1, 1) for values in self)
+        return (_channels_first(images) - mean) / deviation
+
+
 class Images(NamedTuple):
     """A training and a test set, normalised."""
 
@@ -16,13 +28,15 @@ class Images(NamedTuple):
     y: np.ndarray
     test_x: Tensor
     test_y: np.ndarray
+    scale: Scale
 
 
-def normalise(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor]:
+def normalise(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor, Scale]:
     """8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], less the training set's mean, over its deviation."""
     first, second = _channels_first(train), _channels_first(test)
     mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
-    return (first - mean) / deviation, (second - mean) / deviation
+    scale = Scale(tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist()))
+    return (first - mean) / deviation, (second - mean) / deviation, scale
 
 
 def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

@@ -19,8 +19,8 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
             f"{s['bytes_up'] / 1e6:,.1f}",
             f"{s['bytes_down'] / 1e6:,.1f}",
             _percent(s["sparsity"]),
-            f"{s['effective_parameters']:,}",
-            f"{s['seconds']:,.1f}",
+            "–" if s["effective_parameters"] is None else f"{s['effective_parameters']:,}",
+            "–" if s["seconds"] is None else f"{s['seconds']:,.1f}",
         ]
         for s in summaries
     ]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedprior.repeat import repeat_command
 from fedprior.report.figures import NoMatplotlibError
+from fedprior.report.page import write_page
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import experiment as named_experiment
 from fedprior.reproduce.plan import missing, plan
@@ -38,12 +40,15 @@ def reproduce(
     console.print(table.terminal(results.title, experiment, results.groups))
     for note in results.notes:
         console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
-    paths = results.write_tables()
+    page = out / "report.html"
+    if results.groups:
+        write_page(page, [run for group in results.groups for run in group.runs], repeat=repeat_command)
+    paths = results.write_tables() + ([page] if results.groups else [])
     try:
         paths += results.write_figures()
     except NoMatplotlibError as error:
         console.print(f"no figures: {error}", highlight=False, markup=False, soft_wrap=True)
     for path in paths:
-        if path.suffix in (".md", ".png"):
+        if path.suffix in (".md", ".png", ".html"):
             console.print(str(path), highlight=False, markup=False, soft_wrap=True)
     return results

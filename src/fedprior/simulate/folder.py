@@ -26,6 +26,7 @@ class RunFolder:
         self.rounds = path / "rounds.jsonl"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
+        self.times = path / "times.jsonl"
         self.checkpoint = path / "checkpoint.safetensors"
         self.partition = path / "partition.json"
 
@@ -69,6 +70,11 @@ class RunFolder:
         """One line a round."""
         with self.rounds.open("a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(record)) + "\n")
+
+    def append_time(self, number: int, seconds: float) -> None:
+        """How long a round took: apart from its record, because records are the same on every machine."""
+        with self.times.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"round": number, "seconds": round(seconds, 4)}) + "\n")
 
     def records(self) -> list[Record]:
         """All complete lines; a line cut short by a crash is not one."""

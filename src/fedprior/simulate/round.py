@@ -17,7 +17,7 @@ from fedprior.data import FederatedData
 from fedprior.em import Algorithm, m_step
 from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
-from fedprior.metrics import disagreement, ensemble_accuracy, local_accuracy
+from fedprior.metrics import disagreement, ensemble_accuracy, layer_sparsity, local_accuracy
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.attack import ATTACKS, Attack
@@ -103,6 +103,7 @@ class Simulation:
             "global_accuracy": ensemble_accuracy(self.workers, models, self.data),
             "local_accuracy": local_accuracy(self.accuracy),
             "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
+            **layer_sparsity(models),
         }
 
     def _m_step(self, server: Tree, uploads: Tree, number: int) -> Tree:

@@ -137,12 +137,16 @@ class Job:
     folder: RunFolder | None = None
     records: list[Record] = field(default_factory=list)
     progress: Progress | None = None
+    clock: float = 0.0
+    """The simulation's seconds when the last record was made."""
 
     def note(self, record: Record) -> None:
         """Keep a round's record."""
         self.records.append(record)
         if self.folder:
             self.folder.append(record)
+            self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
+        self.clock = self.simulation.seconds
 
     def save(self) -> None:
         """Keep the state; the records must be those that led to it."""

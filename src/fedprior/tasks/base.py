@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fedprior import keys
 from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
+from fedprior.data.images import Scale
 from fedprior.errors import DataError, ModelError
 from fedprior.models import check_trainable
 from fedprior.network import Loss, Network, cross_entropy
@@ -26,6 +27,8 @@ class Task:
     algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """How a named task was built, for its config."""
+    scale: Scale | None = None
+    """How images became inputs, for a task on images: an exported network's inputs need the same."""
 
 
 def own_task(

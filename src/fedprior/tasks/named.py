@@ -16,7 +16,7 @@ from torch import nn
 from fedprior.data import FederatedData, by_writer, dirichlet, hub, pachinko, single_class
 from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import Shards
-from fedprior.data.images import Images, normalise, numbered_labels
+from fedprior.data.images import Images, Scale, normalise, numbered_labels
 from fedprior.data.partition import Parts
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
@@ -108,7 +108,7 @@ def femnist(
     seed: int, *, test_fraction: float = 0.1, init: str = "default", data_dir: str = "", validation: bool = False
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
-    x, y, owners = _load_femnist(data_dir)
+    x, y, owners, scale = _load_femnist(data_dir)
     train, test = by_writer(owners, seed, test_fraction)
     if validation:  # a second split of each writer's training examples
         writers = np.concatenate([np.full(len(rows), writer) for writer, rows in enumerate(train)])
@@ -116,7 +116,7 @@ def femnist(
         train, test = ([everything[rows] for rows in part] for part in by_writer(writers, seed, test_fraction))
     return _image_task(
         "femnist",
-        Images(x, y, x, y),
+        Images(x, y, x, y, scale),
         (train, test),
         lambda: initialise(lambda: LeNet5(channels=1, side=28, classes=62), init, seed),
         defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
@@ -230,17 +230,17 @@ def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarr
     kept, other = np.sort(order[held:]), np.sort(order[:held])
     test = _tested(validation)
     rows = other if validation else np.arange(len(arrays["test_label"]))
-    x, test_x = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
+    x, test_x, scale = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
     labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))
-    return Images(x, labels[0], test_x, labels[1]), (kept, rows)
+    return Images(x, labels[0], test_x, labels[1], scale), (kept, rows)
 
 
 @lru_cache(maxsize=1)
-def _load_femnist(data_dir: str) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    """Images, characters and writers."""
+def _load_femnist(data_dir: str) -> tuple[torch.Tensor, np.ndarray, np.ndarray, Scale]:
+    """Images, characters, writers, and how the images were normalised."""
     arrays = hub.load(hub.FEMNIST, data_dir)
-    x, _ = normalise(arrays["train_image"], arrays["train_image"][:1])
-    return x, arrays["train_label"].astype(np.int64), arrays["train_writer"]
+    x, _, scale = normalise(arrays["train_image"], arrays["train_image"][:1])
+    return x, arrays["train_label"].astype(np.int64), arrays["train_writer"], scale
 
 
 def _image_task(
@@ -258,4 +258,4 @@ def _image_task(
     classes = classes or int(max(images.y.max(), images.test_y.max())) + 1
     data = FederatedData(images.x, y, images.test_x, test_y, Shards.of(parts[0]), Shards.of(parts[1]), classes)
     data.check()
-    return Task(name, Network(build(), images.x[0]), data, defaults, algorithms, options)
+    return Task(name, Network(build(), images.x[0]), data, defaults, algorithms, options, images.scale)

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,7 +31,7 @@ from fedprior.units.structure import Layer, Reader, Structure
 
 
 @dataclass(frozen=True)
-class _Wire:
+class Wire:
     """A tensor's channels. No sources: at least one ungated contribution, so no channel ever falls silent."""
 
     sources: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class _Wire:
     repeat: int = 1
 
 
-_OPEN = _Wire()
+_OPEN = Wire()
 
 
 class _Shapes(fx.Interpreter):
@@ -77,6 +77,48 @@ def find_structure(
     """
     if linear_gates not in LINEAR_GATES:
         raise SettingError(f"linear_gates must be {' or '.join(LINEAR_GATES)}, got {linear_gates!r}")
+    by_inputs = linear_gates == "inputs"
+    # By their inputs, the output layer's gates belong to what it reads: its own rows are the classes.
+    found = find_wires(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)
+    layers = _by_inputs(found, model, gate_output, frozenset(ungated)) if by_inputs else tuple(found.layers.values())
+    if not layers:
+        raise ModelError(
+            "the model has no hidden units to gate: every layer feeds the output or is left without gates. "
+            "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
+        )
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    owned = {layer.name: layer.parameters for layer in found.layers.values()}
+    return Structure(layers, found.readers, shapes, tuple(sorted(found.outputs)), owned)
+
+
+def _by_inputs(found: "Wires", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:
+    """The convolutions by their outputs, the linear layers by their inputs."""
+    excluded = ungated | (frozenset() if gate_output else found.outputs)
+    layers = [layer for layer in found.layers.values() if layer.kind == "conv"]
+    for name in found.linear:
+        if name not in excluded:
+            inputs = model.get_parameter(f"{name}.weight").shape[1]
+            layers.append(Layer(name, inputs, (f"{name}.weight",), "linear", axis=1))
+    return tuple(layers)
+
+
+class Wires(NamedTuple):
+    """What every operation of a traced copy of a network passes on."""
+
+    graph: fx.GraphModule
+    """The copy, in evaluation mode."""
+    wires: dict[fx.Node, Wire]
+    shapes: dict[fx.Node, tuple[int, ...] | None]
+    layers: dict[str, Layer]
+    readers: tuple[Reader, ...]
+    linear: tuple[str, ...]
+    """The linear layers with a trainable weight of their own."""
+    outputs: frozenset[str]
+    """The layers that feed the output."""
+
+
+def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Wires:
+    """The same as `find_structure`, operation by operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
     named = frozenset(ungated)
@@ -91,28 +133,10 @@ def find_structure(
     # The first walk asks only which layers reach the output; what it cannot read is none of its business.
     outputs = _Walk(graph, own, fixed, lenient=True).run().output
     excluded = fixed | (frozenset() if gate_output else outputs)
-    by_inputs = linear_gates == "inputs"
-    # By their inputs, the output layer's gates belong to what it reads: its own rows are the classes.
-    walk = _Walk(graph, own, fixed | outputs if by_inputs else excluded, lenient=False).run()
-    layers = _by_inputs(walk, model, excluded) if by_inputs else tuple(walk.layers.values())
-    if not layers:
-        raise ModelError(
-            "the model has no hidden units to gate: every layer feeds the output or is left without gates. "
-            "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
-        )
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    owned = {layer.name: layer.parameters for layer in walk.layers.values()}
-    return Structure(layers, tuple(walk.readers), shapes, tuple(sorted(outputs)), owned)
-
-
-def _by_inputs(walk: "_Walk", model: nn.Module, excluded: frozenset[str]) -> tuple[Layer, ...]:
-    """The convolutions by their outputs, the linear layers by their inputs."""
-    layers = [layer for layer in walk.layers.values() if layer.kind == "conv"]
-    for name in walk.linear:
-        if name not in excluded and f"{name}.weight" in walk.own:
-            inputs = model.get_parameter(f"{name}.weight").shape[1]
-            layers.append(Layer(name, inputs, (f"{name}.weight",), "linear", axis=1))
-    return tuple(layers)
+    walk = _Walk(graph, own, excluded, lenient=False).run()
+    assert isinstance(graph.module, fx.GraphModule)
+    linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
+    return Wires(graph.module, walk.wires, graph.shapes, walk.layers, tuple(walk.readers), linear, outputs)
 
 
 def _trace(model: nn.Module, example: Tensor) -> _Shapes:
@@ -150,7 +174,7 @@ class _Walk:
         self.modules = dict(graph.module.named_modules())
         self.excluded = excluded
         self.lenient = lenient
-        self.wires: dict[fx.Node, _Wire] = {}
+        self.wires: dict[fx.Node, Wire] = {}
         self.layers: dict[str, Layer] = {}
         self.readers: list[Reader] = []
         self.output: frozenset[str] = frozenset()
@@ -177,7 +201,7 @@ class _Walk:
                 self.wires[node] = self._function(node, inputs)
         return self
 
-    def _module(self, node: fx.Node, wire: _Wire) -> _Wire:
+    def _module(self, node: fx.Node, wire: Wire) -> Wire:
         name, module = str(node.target), self.modules[str(node.target)]
         if any(True for _ in module.parameters()):
             if name in self.seen and not self.lenient:
@@ -200,7 +224,7 @@ class _Walk:
             return self._flatten(node, wire)
         return self._unknown(what, [wire])
 
-    def _layer(self, node: fx.Node, name: str, module: nn.Module, wire: _Wire) -> _Wire:
+    def _layer(self, node: fx.Node, name: str, module: nn.Module, wire: Wire) -> Wire:
         what = f"module {name!r} ({type(module).__name__})"
         assert isinstance(module.weight, Tensor)
         kind = "linear" if isinstance(module, nn.Linear) else "conv"
@@ -224,9 +248,9 @@ class _Walk:
                     f"give it a parameter of its own, or leave it without gates (ungated={name})"
                 )
         self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind)
-        return _Wire(frozenset([name]), axis)
+        return Wire(frozenset([name]), axis)
 
-    def _norm(self, node: fx.Node, name: str, module: nn.Module, wire: _Wire) -> _Wire:
+    def _norm(self, node: fx.Node, name: str, module: nn.Module, wire: Wire) -> Wire:
         what = f"module {name!r} ({type(module).__name__})"
         if len(wire.sources) != 1 or wire.repeat != 1:
             return self._unknown(f"{what}, which normalises several layers' outputs at once,", [wire])
@@ -247,7 +271,7 @@ class _Walk:
         self.layers[source] = replace(layer, parameters=(*layer.parameters, *affine))
         return wire
 
-    def _function(self, node: fx.Node, inputs: list[_Wire]) -> _Wire:
+    def _function(self, node: fx.Node, inputs: list[Wire]) -> Wire:
         name = str(node.target) if node.op == "call_method" else name_of(node.target)
         tensors = self._tensors(node)
         if name in ("add", "iadd", "add_") and len(tensors) == 2:
@@ -263,24 +287,24 @@ class _Walk:
                 return self._mean(node, wire)
         return self._unknown(f"operation {name!r} at node {node.name!r}", inputs)
 
-    def _add(self, node: fx.Node, tensors: list[fx.Node]) -> _Wire:
+    def _add(self, node: fx.Node, tensors: list[fx.Node]) -> Wire:
         a, b = (self.wires[n] for n in tensors)
         ranks = {len(self._shape(n)) for n in tensors}
         if self.lenient:
-            return _Wire(a.sources | b.sources)
+            return Wire(a.sources | b.sources)
         if not a.sources or not b.sources:
             return _OPEN
         if (a.axis, a.repeat) != (b.axis, b.repeat) or len(ranks) > 1:
             return self._unknown(f"addition {node.name!r} of differently laid out channels", [a, b])
         return replace(a, sources=a.sources | b.sources)
 
-    def _moved(self, node: fx.Node, wire: _Wire, what: str, pooled: int) -> _Wire:
+    def _moved(self, node: fx.Node, wire: Wire, what: str, pooled: int) -> Wire:
         """The channels stay where they are, unless the last `pooled` dimensions are pooled and they are among them."""
         if wire.axis < len(self._shape(node)) - pooled:
             return wire
         return self._unknown(f"{what}, which mixes the channels,", [wire])
 
-    def _mean(self, node: fx.Node, wire: _Wire) -> _Wire:
+    def _mean(self, node: fx.Node, wire: Wire) -> Wire:
         """A mean over other dimensions than the channels'; those before it may vanish."""
         before, after = self._shape(self._tensors(node)[0]), self._shape(node)
         given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
@@ -291,7 +315,7 @@ class _Walk:
             return replace(wire, axis=wire.axis - gone)
         return self._unknown(f"mean {node.name!r} over the channels", [wire])
 
-    def _flatten(self, node: fx.Node, wire: _Wire) -> _Wire:
+    def _flatten(self, node: fx.Node, wire: Wire) -> Wire:
         before, after = self._shape(self._tensors(node)[0]), self._shape(node)
         if before == after:
             return wire
@@ -307,10 +331,10 @@ class _Walk:
         assert shape is not None
         return shape
 
-    def _unknown(self, what: str, wires: list[_Wire]) -> _Wire:
+    def _unknown(self, what: str, wires: list[Wire]) -> Wire:
         sources = frozenset().union(*(wire.sources for wire in wires))
         if self.lenient:
-            return _Wire(sources)
+            return Wire(sources)
         names = ",".join(sorted(sources))
         raise ModelError(
             f"{what} cannot be analysed: fedprior does not know what it does to a closed unit of {names}. "

@@ -1,0 +1,146 @@
+"""The commands for what comes out of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
+
+import csv
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fedprior import deploy
+from fedprior.compact.predict import predict
+from fedprior.repeat import repeat_command
+from fedprior.report.watch import watch
+from fedprior.report.write import write_report
+
+# What is piped to a file need not fit a terminal of 80 columns.
+console = Console(width=None if sys.stdout.isatty() else 120)
+SHOWN = 20
+
+RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
+Client = Annotated[
+    int | None,
+    typer.Option("--personalise", metavar="CLIENT", help="That client's own model: its E-step from the final server."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    for command in (report_command, watch_command, evaluate_command, export_command, predict_command):
+        app.command(command.__name__.removesuffix("_command"))(command)
+
+
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders of runs.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="Also PNG, SVG and PDF figures, in this folder.")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="Also the table as Markdown, LaTeX and CSV, in this folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
+    written, broken = write_report(folders, out, figures_to=figures, tables_to=tables, repeat=repeat_command)
+    for one in broken:
+        console.print(f"left out: {one.path}: {one.reason}", highlight=False, markup=False, soft_wrap=True)
+    for path in written:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+
+
+def watch_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs; it need not be there yet.")],
+    once: Annotated[bool, typer.Option("--once", help="Show how things stand, and end.")] = False,
+) -> None:
+    """Follow runs that are trained by another process."""
+    watch(run, console, once=once)
+
+
+def export_command(
+    run: RunFolder,
+    to: Annotated[Path, typer.Option(help="The folder for model.py, model.safetensors, model.onnx and model.json.")],
+    personalise: Client = None,
+    onnx: Annotated[bool | None, typer.Option(help="Whether to write model.onnx; if not given, where it can.")] = None,
+    align: Annotated[
+        int, typer.Option(min=1, help="In model.onnx, channels that a convolution reads are a multiple.")
+    ] = 8,
+) -> None:
+    """Write the run's network without its closed units, as plain torch and as ONNX."""
+    found = deploy.export(run, to, personalise=personalise, onnx=onnx, align=align)
+    console.print(_sizes_table(found))
+    console.print(f"milliseconds: {found['timing']}", highlight=False)
+    units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
+    console.print(f"units left: {units or 'all'}", highlight=False)
+    for name, compared in found["compared"].items():
+        console.print(
+            f"{name}: outputs equal the full network's to {compared['largest_difference']:.1e}, "
+            f"and {compared['same_predictions']:,} of {compared['inputs']:,} predictions",
+            highlight=False,
+        )
+    for note in found["notes"]:
+        console.print(note, highlight=False, markup=False)
+    console.print(str(to), highlight=False)
+
+
+def predict_command(
+    model: Annotated[Path, typer.Argument(help="An exported model's folder.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Images, folders of images, or .npy arrays.")],
+    resize: Annotated[bool, typer.Option("--resize", help="Make images of another size fit.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write all predictions to this CSV file.")] = None,
+) -> None:
+    """Classify images or arrays with an exported model."""
+    found = predict(model, inputs, resize=resize)
+    table = Table("input", "class", "probability", box=box.SIMPLE_HEAD)
+    for row in found[:SHOWN]:
+        table.add_row(row.name, str(row.label), f"{row.probability:.3f}")
+    console.print(table)
+    if len(found) > SHOWN:
+        console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"), highlight=False)
+    if out:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["input", "class", "probability"])
+            writer.writerows(found)
+        console.print(str(out), highlight=False)
+
+
+def evaluate_command(
+    run: RunFolder,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="An .npz with x and y, or a folder with one folder of images a class; else the run's own."),
+    ] = None,
+    personalise: Client = None,
+) -> None:
+    """Measure a run's network, or with --personalise one client's own beside it."""
+    found = deploy.evaluate(run, data=data, personalise=personalise)
+    table = Table("model", "examples", "accuracy", "loss", box=box.SIMPLE_HEAD)
+    models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])
+    for name, row in models:
+        table.add_row(name, f"{found['examples']:,}", f"{100 * row['accuracy']:.2f}%", f"{row['loss']:.4f}")
+    console.print(table)
+    classes = Table("class", "right", "of", "accuracy", box=box.SIMPLE_HEAD)
+    for label, (right, of) in found["by_class"].items():
+        classes.add_row(str(label), str(right), str(of), f"{100 * right / of:.1f}%")
+    console.print(classes)
+
+
+def _sizes_table(found: dict[str, Any]) -> Table:
+    """Before and after, and the ratio of the two."""
+    kinds = [("", "dense", "compact")]
+    if "dense onnx" in found["sizes"]:
+        kinds.append(("ONNX ", "dense onnx", "compact onnx"))
+    table = Table(title=found["title"], title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for column in ("dense", "compact", "left"):
+        table.add_column(column, justify="right")
+    names = {"parameters": "{:,}", "bytes": "{:,}", "multiply_adds": "{:,}", "milliseconds": "{:.2f}"}
+    for prefix, dense, small in kinds:
+        before, after = found["sizes"][dense], found["sizes"][small]
+        for name, form in names.items():
+            label = prefix + name.replace("_", "-")
+            table.add_row(
+                label, form.format(before[name]), form.format(after[name]), f"{after[name] / before[name]:.1%}"
+            )
+    return table

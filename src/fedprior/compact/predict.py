@@ -1,0 +1,68 @@
+"""Use an exported network: from its folder alone, with onnxruntime where that is installed and with torch elsewhere."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedprior.compact import onnx
+from fedprior.compact.inputs import Reader
+from fedprior.compact.write import FORMAT, Description, load_module
+from fedprior.data.images import Scale
+from fedprior.errors import RunError
+
+
+class Prediction(NamedTuple):
+    """The likeliest class of one input."""
+
+    name: str
+    label: int
+    probability: float
+
+
+def describe(folder: Path) -> Description:
+    """What an export's model.json says."""
+    path = folder / "model.json"
+    if not path.is_file():
+        raise RunError(
+            f"{folder} is not an exported model: it has no model.json. `fedprior export RUN --to DIR` makes one"
+        )
+    try:
+        description: Description = json.loads(path.read_text(encoding="utf-8"))
+        if description["format"] != FORMAT:
+            raise ValueError(f"its format is {description['format']!r}, not {FORMAT!r}")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return description
+
+
+def reader(description: Description, resize: bool = False) -> Reader:
+    """What turns files into inputs of this network."""
+    scale = description.get("scale")
+    return Reader(
+        tuple(description["input_shape"]),
+        getattr(torch, description["input_type"]),
+        Scale(tuple(scale["mean"]), tuple(scale["deviation"])) if scale else None,
+        resize,
+    )
+
+
+def outputs(folder: Path, inputs: Tensor, batch: int = 256) -> Tensor:
+    """The exported network's outputs."""
+    if (folder / "model.onnx").exists() and onnx.available():
+        session = onnx.session(folder / "model.onnx")
+        return torch.cat([torch.from_numpy(onnx.run(session, part.numpy())) for part in inputs.split(batch)])
+    module = load_module(folder)
+    with torch.no_grad():
+        return torch.cat([module(part) for part in inputs.split(batch)])
+
+
+def predict(folder: Path | str, paths: Sequence[Path | str], *, resize: bool = False) -> list[Prediction]:
+    """The likeliest class of every image or array row."""
+    folder = Path(folder)
+    names, inputs = reader(describe(folder), resize).read([Path(path) for path in paths])
+    probabilities, labels = outputs(folder, inputs).softmax(-1).max(-1)
+    return [Prediction(*row) for row in zip(names, labels.tolist(), probabilities.tolist(), strict=True)]

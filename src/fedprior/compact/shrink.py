@@ -1,0 +1,229 @@
+"""The physically smaller network: units that are zero, and everything that reads them, are not there any more.
+
+A unit is gone where its row of the weight, its bias and its norm's affine pair are exactly zero, whatever closed it, so
+this needs a network and no prior. Three things keep it exact:
+
+- Channels that are added (a residual connection) must stay the same channels, so one is removed only where every layer
+  that adds to it has closed it; elsewhere the row of zeros stays.
+- A norm's statistics count the zeros of a closed unit: see `PrunedNorm`.
+- The smaller network is run beside the original before it is returned.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx, nn
+
+from fedprior.compact.norm import PrunedNorm
+from fedprior.errors import ModelError
+from fedprior.models import Ensemble
+from fedprior.units.operations import CONVOLUTIONS, NORMS, name_of
+from fedprior.units.trace import Wire, Wires, find_wires
+
+TOLERANCE = 1e-5
+"""How far an output may be off, relative to the largest: rounding, since sums run in another order."""
+
+
+@dataclass(frozen=True)
+class Compact:
+    """A network without its closed units."""
+
+    module: nn.Module
+    units: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each layer that lost units: how many are left, and of how many."""
+    note: str = ""
+    """Why units that are closed are still there, if they are."""
+
+
+def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
+    """Remove the closed units of a network, for inputs shaped like `example` (one input, without a batch dimension).
+
+    Outputs stay what they are. A network that cannot be analysed is returned whole, with a note that says why. With
+    `align`, channels that a convolution reads stay a multiple of it, by keeping units of zeros: CPUs compute with
+    channels in blocks, and 29 of them can take longer than 32.
+    """
+    if isinstance(module, Ensemble):
+        members = [compact(member, example, align=align) for member in module.members]
+        units = {f"members.{k}.{name}": count for k, m in enumerate(members) for name, count in m.units.items()}
+        return Compact(Ensemble([m.module for m in members]).eval(), units, members[0].note)
+    module = copy.deepcopy(module).eval()
+    pruned = {name for name, layer in _layers(module) if _zero_rows([layer.weight, layer.bias]).any()}
+    if not pruned:
+        return Compact(module)
+    try:
+        found = find_wires(module, example, ungated={name for name, _ in _layers(module)} - pruned)
+        small, units = _remove(found, _channels_left(module, found, align))
+        _check_equal(module, small, example)
+    except ModelError as error:
+        return Compact(module, {}, f"no unit was removed: {error}")
+    return Compact(small, units)
+
+
+def _layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, (*CONVOLUTIONS, nn.Linear)))
+
+
+def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
+    """Which rows are zero in all of them."""
+    zero = [(p == 0).flatten(1).all(1) if p.dim() > 1 else p == 0 for p in parameters if isinstance(p, Tensor)]
+    return torch.stack(zero).all(0)
+
+
+def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
+    """Shrink the traced copy, operation by operation."""
+    for node in list(found.graph.graph.nodes):
+        inputs = [found.wires[n] for n in node.all_input_nodes if found.shapes[n] is not None]
+        columns = _columns(inputs[0], left) if inputs else None
+        if node.op == "call_module":
+            name = str(node.target)
+            rows = left[name] if name in found.layers else None
+            _shrink_module(found, node, rows, columns)
+        elif columns is not None and name_of(node.target) in ("view", "reshape"):
+            # Its sizes may be written out as numbers; the walk has found that it flattens, or leaves all as it is.
+            _replace_reshape(found, node)
+    found.graph.graph.lint()
+    found.graph.recompile()
+    lost = [name for name in found.layers if not bool(left[name].all())]
+    return found.graph, {name: (int(left[name].sum()), len(left[name])) for name in lost}
+
+
+def _channels_left(module: nn.Module, found: Wires, align: int) -> dict[str, Tensor]:
+    """For every gated layer which channels stay: layers that are added to each other keep the same ones."""
+    open_ = {
+        name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters]) for name, layer in found.layers.items()
+    }
+    together: list[set[str]] = []
+    for sources in {wire.sources for wire in found.wires.values() if wire.sources}:
+        joined = {*sources}.union(*(group for group in together if group & sources))
+        together = [group for group in together if not group & sources] + [joined]
+    left: dict[str, Tensor] = {}
+    fixed = _added_to_others(found)
+    for group in together:
+        sizes = {len(open_[name]) for name in group}
+        # One channel may be added to many; then all stay.
+        bound = len(sizes) > 1 or bool(group & fixed)
+        keep = None if bound else torch.stack([open_[name] for name in group]).any(0)
+        if keep is not None:
+            step = align if _feeds_convolution(found, group) else 1
+            few = max(1, -(-int(keep.sum()) // step) * step) - int(keep.sum())
+            keep[(~keep).nonzero()[:few]] = True
+        left |= {name: torch.ones_like(open_[name]) if keep is None else keep for name in group}
+    return left
+
+
+def _added_to_others(found: Wires) -> set[str]:
+    """Layers whose channels are added to some that always stay: those of a layer without closed units, or the input."""
+    fixed: set[str] = set()
+    for node in found.graph.graph.nodes:
+        if node.op in ("call_function", "call_method") and found.shapes[node] and not found.wires[node].sources:
+            fixed = fixed.union(*(found.wires[n].sources for n in node.all_input_nodes))
+    return fixed
+
+
+def _feeds_convolution(found: Wires, group: set[str]) -> bool:
+    """Whether a convolution reads any of these layers."""
+    return any(
+        node.op == "call_module"
+        and isinstance(found.graph.get_submodule(str(node.target)), CONVOLUTIONS)
+        and any(found.wires[n].sources & group for n in node.all_input_nodes)
+        for node in found.graph.graph.nodes
+    )
+
+
+def _columns(wire: Wire, left: dict[str, Tensor]) -> Tensor | None:
+    """Which columns of its reader a wire still feeds; None: it has lost nothing."""
+    if all(bool(left[source].all()) for source in wire.sources):
+        return None
+    return left[min(wire.sources)].repeat_interleave(wire.repeat)
+
+
+def _shrink_module(found: Wires, node: fx.Node, rows: Tensor | None, columns: Tensor | None) -> None:
+    name = str(node.target)
+    module = found.graph.get_submodule(name)
+    if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
+        _shrink_layer(name, module, rows, columns)
+    elif columns is not None and isinstance(module, NORMS):
+        parent, _, last = name.rpartition(".")
+        axis = found.wires[node].axis
+        setattr(found.graph.get_submodule(parent), last, _smaller_norm(module, columns, axis))
+    elif columns is not None and isinstance(module, nn.PReLU) and module.weight.numel() > 1:
+        module.weight = nn.Parameter(module.weight.detach()[columns])
+        module.num_parameters = module.weight.numel()
+
+
+def _shrink_layer(name: str, layer: nn.Module, rows: Tensor | None, columns: Tensor | None) -> None:
+    if "weight" not in layer._parameters:
+        raise ModelError(f"module {name!r} computes its weight from other parameters")
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    if columns is not None:
+        weight = weight[:, columns]
+    if rows is not None:
+        weight = weight[rows]
+        if isinstance(bias, Tensor):
+            layer.bias = nn.Parameter(bias.detach()[rows])
+    layer.weight = nn.Parameter(weight.detach().clone())
+    outputs, inputs = weight.shape[:2]
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = outputs, inputs
+    elif isinstance(layer, CONVOLUTIONS):
+        layer.out_channels, layer.in_channels = outputs, inputs * layer.groups
+
+
+def _smaller_norm(norm: nn.Module, keep: Tensor, axis: int) -> nn.Module:
+    if bool(keep.all()):
+        return norm
+    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # an instance norm, which treats each channel alone
+        assert isinstance(norm, NORMS[2:])
+        small = copy.deepcopy(norm)
+        small.num_features = int(keep.sum())
+        if norm.affine:
+            small.weight, small.bias = (nn.Parameter(p.detach()[keep]) for p in (norm.weight, norm.bias))
+        return small
+    groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
+    kept = [int(part.sum()) for part in keep.chunk(groups)]
+    weight, bias = norm.weight.detach()[keep], None if norm.bias is None else norm.bias.detach()[keep]
+    new = PrunedNorm(
+        tuple(k for k in kept if k), len(keep) // groups, tuple(weight.shape), axis, norm.eps, bias is not None
+    )
+    new.weight = nn.Parameter(weight)
+    if bias is not None:
+        new.bias = nn.Parameter(bias)
+    return new.eval()
+
+
+def _replace_reshape(found: Wires, node: fx.Node) -> None:
+    source = next(n for n in node.all_input_nodes if found.shapes[n] is not None)
+    graph = found.graph.graph
+    with graph.inserting_before(node):
+        same = found.shapes[source] == found.shapes[node]
+        new = source if same else graph.call_function(torch.flatten, (source, 1))
+    found.wires[new], found.shapes[new] = found.wires[node], found.shapes[node]
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _check_equal(module: nn.Module, small: nn.Module, example: Tensor) -> None:
+    """On the example and on noise of its scale; an operation may depend on sizes in ways the walk does not see."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn((4, *example.shape), generator=draw).to(example)
+    x = torch.cat([example.unsqueeze(0), noise]) if example.is_floating_point() else example.unsqueeze(0)
+    try:
+        difference = largest_difference(module, small, x)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"without its closed units the network does not run ({error})") from error
+    if not difference <= TOLERANCE:
+        raise ModelError(f"without its closed units the network's outputs differ by {difference:.1e}")
+
+
+def largest_difference(one: nn.Module, other: nn.Module, x: Tensor) -> float:
+    """How far two networks' outputs are apart, relative to the largest output (or to 1, if all are smaller)."""
+    with torch.no_grad():
+        a, b = _flat(one(x)), _flat(other(x))
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1))
+
+
+def _flat(outputs: Tensor | Iterable[Tensor]) -> Tensor:
+    return outputs.flatten() if isinstance(outputs, Tensor) else torch.cat([_flat(part) for part in outputs])

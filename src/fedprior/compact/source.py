@@ -1,0 +1,135 @@
+"""A network as a Python file: plain torch that a reader understands and that needs no fedprior to load."""
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fedprior.compact.norm import PrunedNorm
+from fedprior.errors import ModelError
+from fedprior.trees import Params
+
+TEMPLATE = '''"""{about}
+
+    from model import load
+    model = load()                # an ordinary nn.Module, in evaluation mode
+    outputs = model(inputs)       # inputs of shape {shape}
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+{extra}
+
+class Model(nn.Module):
+    """The network, layer by layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+{layers}
+
+{forward}
+
+
+def load(folder: Path | str = Path(__file__).parent) -> Model:
+    """The network with its weights from model.safetensors."""
+    model = Model(){dtype}
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    return model.eval()
+'''
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, PrunedNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def to_source(module: nn.Module, example: Tensor, about: str) -> tuple[str, Params]:
+    """The text of `model.py` and the weights that go with it."""
+    try:
+        graph = _Tracer().trace(module)
+    except Exception as error:
+        raise ModelError(
+            f"the model's forward cannot be traced, so it cannot be written as code ({type(error).__name__}: {error}). "
+            "Remove control flow that depends on data"
+        ) from error
+    root, lines = _flatten(module, graph)
+    forward = _forward(fx.GraphModule(root, graph))
+    norms = any(isinstance(m, PrunedNorm) for m in root.modules())
+    dtypes = {p.dtype for p in module.parameters()} - {torch.float32}
+    text = TEMPLATE.format(
+        about=about,
+        shape=("batch", *example.shape),
+        extra="\n\n" + inspect.getsource(PrunedNorm).rstrip() + "\n" if norms else "",
+        layers="\n".join(f"        {line}" for line in lines),
+        forward="\n".join(f"    {line}".rstrip() for line in forward.splitlines()),
+        dtype=f".to({dtypes.pop()})" if dtypes else "",
+    )
+    return text, {name: value.detach().cpu().contiguous().clone() for name, value in root.state_dict().items()}
+
+
+def _flatten(module: nn.Module, graph: fx.Graph) -> tuple[nn.Module, list[str]]:
+    """What the graph uses under names without dots, and the lines that build it."""
+    root, lines, names = nn.Module(), [], dict[str, str]()
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        target = str(node.target)
+        if target not in names:
+            names[target] = _free_name(target, set(names.values()))
+            line = _add(root, names[target], _lookup(module, target))
+            lines.append(f"self.{names[target]} = {line}" if not line.startswith("self.") else line)
+        node.target = names[target]
+    return root, lines
+
+
+def _free_name(target: str, taken: set[str]) -> str:
+    name = re.sub(r"\W", "_", target)
+    name = f"layer_{name}" if name[0].isdigit() or hasattr(nn.Module, name) or name == "load" else name
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _lookup(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _add(root: nn.Module, name: str, value: Any) -> str:
+    """Put a module, parameter or buffer into the root; the code that makes it."""
+    if isinstance(value, nn.Module):
+        root.add_module(name, value)
+        text, kind = " ".join(repr(value).split()), type(value)
+        if kind is PrunedNorm:
+            return text
+        if getattr(nn, kind.__name__, None) is not kind:
+            raise ModelError(f"a {kind.__name__} is not one of torch.nn's modules, so it cannot be written as code")
+        return f"nn.{text}"
+    if isinstance(value, nn.Parameter):
+        root.register_parameter(name, value)
+        return f"nn.Parameter(torch.zeros({tuple(value.shape)}, dtype={value.dtype}))"
+    root.register_buffer(name, value)
+    return f'self.register_buffer("{name}", torch.zeros({tuple(value.shape)}, dtype={value.dtype}))'
+
+
+def _forward(graph: fx.GraphModule) -> str:
+    code = graph.graph.python_code("self")
+    foreign = [
+        name for name, value in code.globals.items() if value is not torch and re.search(rf"\b{name}\b", code.src)
+    ]
+    if foreign:
+        raise ModelError(f"the model calls {foreign[0]!r}, which is not part of torch, so it cannot be written as code")
+    # fx forgets each value after its last use; a reader can do without.
+    lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in code.src.strip().splitlines()]
+    return (
+        "\n".join(line for line in lines if line.strip())
+        .replace(" : torch.Tensor", ": Tensor")
+        .replace("-> torch.Tensor", "-> Tensor")
+    )

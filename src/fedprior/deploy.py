@@ -1,0 +1,168 @@
+"""What comes out of a run: the server's model, a client's own, their accuracy on any data, and files to ship."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fedprior import keys, runs
+from fedprior.compact.inputs import Reader
+from fedprior.compact.write import Description, export_module
+from fedprior.data.images import Scale
+from fedprior.em import Algorithm, e_step
+from fedprior.errors import DataError, RunError, SettingError
+from fedprior.keys import Purpose
+from fedprior.models import Ensemble
+from fedprior.simulate import Result, RunFolder, Simulation, checkpoint
+from fedprior.simulate.batches import client_batches
+from fedprior.simulate.run import build, final_model
+from fedprior.tasks import Task
+
+
+class Trained(NamedTuple):
+    """A network out of a run, and the data it was trained for."""
+
+    module: nn.Module
+    server: nn.Module
+    """The same, unless the network is a client's own."""
+    x: Tensor
+    """Test inputs: the client's own for its own network, everyone's for the server's."""
+    y: Tensor
+    title: str
+    client: int | None
+    scale: Scale | None
+
+
+def trained(
+    run: Result | Path | str,
+    *,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    call: str = "export",
+) -> Trained:
+    """The server's network of a run, or with `personalise` that client's own.
+
+    Of a run that is not finished, the network of its last checkpoint. A task or algorithm of your own cannot be read
+    from a run's config: pass it again, or pass the `Result`.
+    """
+    if isinstance(run, Result):
+        sim, about, scale, server = run.simulation, run.summary, task.scale if task else None, run.model
+    else:
+        about, scale, sim, server = _restored(RunFolder(Path(run)), task, algorithm, personalise is not None, call)
+    module = server if personalise is None else personal_model(sim, personalise)
+    rows = sim.data.test.rows.unique() if personalise is None else sim.data.test[personalise]
+    who = "" if personalise is None else f", client {personalise}'s own model"
+    title = f"{about['task']}, {about['label']}, round {sim.round}{who}"
+    x, y = sim.data.test_x[rows].cpu(), sim.data.test_y[rows].cpu()
+    return Trained(module.cpu().eval(), server.cpu().eval(), x, y, title, personalise, scale)
+
+
+def _restored(
+    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, call: str
+) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
+    """What a run was about, its simulation (where it stopped, if `with_state`), and the server's network."""
+    about, settings, task, algorithm = runs.rebuild(folder, task, algorithm, call)
+    # Whatever it was trained on, one model is quick enough here.
+    sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
+    if folder.model.exists() and not with_state:
+        sim.round = settings.rounds
+        return about, task.scale, sim, _with_weights(folder.model, task.network.module)
+    if not folder.checkpoint.exists():
+        raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
+    checkpoint.load(folder.checkpoint, sim)
+    return about, task.scale, sim, final_model(sim)
+
+
+def personal_model(sim: Simulation, client: int) -> nn.Module:
+    """The hard assignment that a client would commit to if it were called in the next round."""
+    if not 0 <= client < sim.data.clients:
+        raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
+    algorithm, prior = sim.algorithm, sim.algorithm.prior
+    key = keys.fold(sim.root, sim.round + 1)
+    client_key = keys.fold(key, client)
+    packet = algorithm.broadcast(prior.prune(sim.server), keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+    memory = sim.memory.get(client, algorithm.correction.remember(sim.network.params()))
+    batches = client_batches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
+    step = e_step(algorithm, sim.network, packet, batches, client_key, memory)
+    module = copy.deepcopy(sim.network.module)
+    module.load_state_dict(prior.realise(step.upload, packet), strict=False)
+    return module.eval()
+
+
+def export(
+    run: Result | Path | str,
+    to: Path | str,
+    *,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    onnx: bool | None = None,
+    align: int = 8,
+) -> Description:
+    """Write the compact network of a run as plain torch and as ONNX, checked on test inputs; what model.json says."""
+    found = trained(run, personalise=personalise, task=task, algorithm=algorithm)
+    if len(found.x) == 0:
+        raise DataError("there are no test inputs to compare the exported network on")
+    about = {"title": found.title, "client": found.client, "scale": found.scale._asdict() if found.scale else None}
+    return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
+
+
+def _with_weights(path: Path, module: nn.Module) -> nn.Module:
+    """The module with a run's weights; an ensemble of modules where the run has several."""
+    try:
+        weights = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise RunError(f"{path} is damaged and cannot be read ({error})") from error
+    numbers = {name.split(".")[1] for name in weights if name.startswith("members.")}
+    whole = copy.deepcopy(module)
+    if numbers and not hasattr(module, "members"):
+        whole = Ensemble([copy.deepcopy(module) for _ in numbers])
+    expected = {name: p.shape for name, p in whole.named_parameters() if p.requires_grad}
+    if expected != {name: value.shape for name, value in weights.items()}:
+        raise RunError(f"{path} belongs to another network than its config.toml says")
+    whole.load_state_dict(weights, strict=False)
+    return whole
+
+
+def evaluate(
+    run: Result | Path | str,
+    *,
+    data: Path | str | None = None,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+) -> dict[str, Any]:
+    """Accuracy, mean loss and accuracy by class, on the run's own test examples or on a file or folder of others.
+
+    With `personalise`, of that client's own network, on its own test examples unless there is `data`; and of the
+    server's beside it, as `server`.
+    """
+    found = trained(run, personalise=personalise, task=task, algorithm=algorithm, call="evaluate")
+    x, y = found.x, found.y
+    if data is not None:
+        x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data))
+    if len(x) == 0 or y.dim() != 1 or y.is_floating_point():
+        raise DataError("there are no labelled test examples to evaluate on; give some (--data)")
+    own = _score(found.module, x, y)
+    beside = {} if personalise is None else {"server": _score(found.server, x, y)}
+    return {"title": found.title, "examples": len(y), **own, **beside}
+
+
+def _score(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+    with torch.no_grad():
+        outputs = torch.cat([module(part) for part in x.split(256)])
+    low, high, classes = int(y.min()), int(y.max()), outputs.shape[1]
+    if low < 0 or high >= classes:
+        raise DataError(f"labels run from {low} to {high}, but the network knows {classes} classes")
+    right = outputs.argmax(-1) == y
+    return {
+        "accuracy": float(right.double().mean()),
+        "loss": float(torch.nn.functional.cross_entropy(outputs, y)),
+        "by_class": {int(c): (int(right[y == c].sum()), int((y == c).sum())) for c in y.unique()},
+    }

@@ -1,0 +1,191 @@
+"""One HTML page of runs: it opens from disk, asks no network for anything, and fits a phone.
+
+The table, the settings and the commands are plain HTML, so that they can be read without scripts; `assets/page.js`
+draws the rest from the same records, which lie in the page as JSON.
+"""
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fedprior.report.page_data import page_data, span
+from fedprior.report.records import Broken, Group, Run, group_runs
+from fedprior.report.tables import HEADER, cells
+from fedprior.version import __version__
+
+TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="soft">{subtitle}</p>
+{trouble}
+<div class="scroll">{table}</div>
+<noscript><p>The plots need JavaScript; everything else on this page does not.</p></noscript>
+<div class="chips" id="chips" role="group" aria-label="Runs to show"></div>
+<h2>Accuracy against bytes</h2>
+<p class="soft">Global: the server's model on everyone's test examples. Local: each client's own model, as it last sent
+it, on its own. Bytes are those of the messages, both directions.</p>
+<div class="grid" id="accuracy-bytes"></div>
+<h2>Accuracy against rounds</h2>
+<div class="grid" id="accuracy-rounds"></div>
+<h2>Sparsity</h2>
+<p class="soft">The share of the parameters that is not part of the server's network any more.</p>
+<div class="grid" id="sparsity"></div>
+<section id="agreement-section">
+<h2>Gate agreement</h2>
+<p class="soft">How far the clients' gate probabilities π are from the server's θ: total variation, over gates and the
+round's clients. Near zero, all agree on which units the network needs.</p>
+<div class="grid" id="agreement"></div>
+</section>
+<h2>What it costs</h2>
+<div class="grid" id="cost"></div>
+<section id="partition-section">
+<h2>Who has what</h2>
+<p class="soft">The darker a cell, the larger the share of the client's training examples that is of that class.</p>
+<div class="grid" id="partition"></div>
+</section>
+<h2>Settings</h2>
+<p class="soft">Settings that differ between the runs are bold.</p>
+<div class="scroll">{settings}</div>
+<h2>How to repeat it</h2>
+{repeat}
+<p class="soft">Made by fedprior {version} from the records of {count}.</p>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[Run], str] | None = None) -> str:
+    """The page as text; `repeat` says how to train a run again."""
+    groups = group_runs(runs)
+    assets = resources.files("fedprior.report").joinpath("assets")
+    return TEMPLATE.format(
+        title=html.escape(_title(groups)),
+        subtitle=html.escape(_subtitle(runs)),
+        trouble=_trouble(runs, broken),
+        table=_table(groups),
+        settings=_settings(runs),
+        repeat="\n".join(f"<pre>{html.escape(text)}</pre>" for text in _commands(runs, repeat)),
+        version=__version__,
+        count="1 run" if len(runs) == 1 else f"{len(runs)} runs",
+        style=assets.joinpath("page.css").read_text(encoding="utf-8"),
+        script=assets.joinpath("page.js").read_text(encoding="utf-8"),
+        # Inside a script element only this could end it early.
+        data=json.dumps(page_data(groups), allow_nan=False).replace("<", "\\u003c"),
+    )
+
+
+def write_page(
+    path: Path, runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[Run], str] | None = None
+) -> None:
+    """The page as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(runs, broken, repeat), encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- plain HTML
+
+
+def _title(groups: Sequence[Group]) -> str:
+    tasks = list(dict.fromkeys(group.task for group in groups))
+    labels = list(dict.fromkeys(group.label for group in groups))
+    named = ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+    return f"{', '.join(tasks)}: {named}" if groups else "No runs"
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "None of the folders holds a run that can be read."
+    rounds = span(run.planned for run in runs)
+    cohort = span(int(run.config["run"].get("clients_per_round", 0)) for run in runs)
+    devices = ", ".join(sorted({str(run.summary["device"]) for run in runs if run.summary and "device" in run.summary}))
+    clients = {len(run.partition.train) for run in runs if run.partition}
+    of = f" of {span(clients)}" if clients else ""
+    parts = [f"{rounds} rounds", f"{cohort}{of} clients a round", f"seed {span(run.seed for run in runs)}", devices]
+    return " · ".join(part for part in parts if part)
+
+
+def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
+    """What is not there, run by run, and why."""
+    lines = [f"{b.path}: {b.reason}" for b in broken]
+    for run in runs:
+        if not run.finished:
+            why = run.trouble or "still running, or stopped (fedprior resume goes on)"
+            lines.append(f"{run.path}: round {len(run.rounds)} of {run.planned}: {why}")
+    if not lines:
+        return ""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<div class="trouble" id="trouble"><strong>Not finished or not readable</strong><ul>{items}</ul></div>'
+
+
+def _table(groups: Sequence[Group]) -> str:
+    """A row a run, and under several seeds of a label their mean and standard error."""
+    lines = []
+    for number, group in enumerate(groups):
+        swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
+        for run in group.runs:
+            lines.append(_row(cells(run), swatch, f'data-run="{html.escape(str(run.path))}"'))
+        finished = replace(group, runs=tuple(run for run in group.runs if run.finished))
+        if len({run.seed for run in finished.runs}) > 1:
+            lines.append(_row(_mean_cells(finished), swatch, 'class="mean"'))
+    head = "".join(f"<th>{name}</th>" for name in HEADER)
+    return f'<table class="runs" id="runs"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _row(texts: Sequence[str], swatch: str, attributes: str) -> str:
+    first, *rest = (html.escape(text) for text in texts)
+    return f"<tr {attributes}><td>{swatch}{first}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
+
+
+def _mean_cells(group: Group) -> list[str]:
+    def cell(name: str, factor: float, unit: str = "") -> str:
+        found = group.final(name)
+        if not math.isfinite(found.mean):
+            return "–"
+        error = f" ± {factor * found.error:,.1f}" if math.isfinite(found.error) else ""
+        return f"{factor * found.mean:,.1f}{error}{unit}"
+
+    accuracies = [cell(name, 100, "%") for name in ("global_accuracy", "local_accuracy")]
+    traffic = [cell(name, 1e-6) for name in ("bytes_up", "bytes_down")]
+    name = f"{group.label}, mean ± s.e."
+    return [name, "", "", *accuracies, *traffic, cell("sparsity", 100, "%"), "", cell("seconds", 1)]
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    """Every setting of every run, those that differ in bold."""
+    tables = ("run", "task", "algorithm", "made")
+    keys = dict.fromkeys((table, key) for table in tables for run in runs for key in run.config.get(table, {}))
+    head = "".join(f"<th>{html.escape(run.label)} {run.seed}</th>" for run in runs)
+    lines = []
+    for table, key in keys:
+        values = [_plain(run.config.get(table, {}).get(key)) for run in runs]
+        differs = ' class="differs"' if len(set(values)) > 1 else ""
+        columns = "".join(f"<td>{html.escape(value)}</td>" for value in values)
+        lines.append(f"<tr{differs}><td>{html.escape(f'{table}.{key}')}</td>{columns}</tr>")
+    return f'<table class="settings"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _commands(runs: Sequence[Run], repeat: Callable[[Run], str] | None) -> list[str]:
+    return [repeat(run) for run in runs] if repeat else [f"fedprior resume {run.path}" for run in runs]

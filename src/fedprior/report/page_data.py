@@ -1,0 +1,107 @@
+"""What the page's script draws, as plain data: lines of few enough points, layers, partitions."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedprior.report.records import Group, Partition, Run
+from fedprior.report.watch import round_seconds
+
+POINTS = 800
+"""A line has about so many points; longer runs are shown by the means of consecutive rounds."""
+PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
+PER_EVALUATION = ("global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max")
+
+
+def span(values: Iterable[int]) -> str:
+    """One number, or the smallest and the largest."""
+    known = sorted(set(values))
+    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
+
+
+def page_data(groups: Sequence[Group]) -> dict[str, Any]:
+    """Everything: runs in the order of their groups, which decides colours, and partitions."""
+    several = len({group.task for group in groups}) > 1
+    found = []
+    for group in groups:
+        name = f"{group.task} {group.label}" if several else group.label
+        seeds = [run.seed for run in group.runs]
+        for run in group.runs:
+            # A seed tells runs of a label apart; where it does not, the folder does.
+            which = "" if len(seeds) == 1 else f" ({run.seed})" if seeds.count(run.seed) == 1 else f" ({run.path})"
+            found.append(_run_data(run, name, name + which))
+    return {"runs": found, "partitions": _partitions([run for group in groups for run in group.runs])}
+
+
+def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
+    evaluated = [record for record in run.rounds if "global_accuracy" in record]
+    evaluated = evaluated[:: max(1, len(evaluated) // POINTS)] + evaluated[-1:] * (len(evaluated) > POINTS)
+    sent = run.series("gib")
+    layers = sorted({key for record in evaluated for key in record if key.startswith("sparsity/")}, key=_natural(run))
+    seconds = round_seconds(run.path)
+    per_round: dict[str, Sequence[Any]] = {name: [record.get(name) for record in run.rounds] for name in PER_ROUND}
+    if seconds:
+        per_round["seconds"] = [seconds.get(record["round"]) for record in run.rounds]
+    return {
+        "name": name,
+        "group": group,
+        **_thinned([record["round"] for record in run.rounds], per_round),
+        "evaluated": {
+            "round": [record["round"] for record in evaluated],
+            "bytes": [round(sent[record["round"]] * 2**30) for record in evaluated],
+            **{
+                name: [_number(record.get(name)) for record in evaluated]
+                for name in PER_EVALUATION
+                if any(record.get(name) is not None for record in evaluated)
+            },
+        },
+        # A layer is not named before its first weight is gone.
+        "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
+    }
+
+
+def _natural(run: Run) -> Callable[[str], int]:
+    """Layers in the order of the network, which is the order in which records name them."""
+    order = {key: i for record in run.rounds for i, key in enumerate(record)}
+    return lambda key: order[key]
+
+
+def _thinned(rounds: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Each column, by the means of so many consecutive rounds that the points stay few."""
+    width = max(1, -(-len(rounds) // POINTS))
+    starts = range(0, len(rounds), width)
+    thin: dict[str, list[Any]] = {"round": [rounds[min(start + width, len(rounds)) - 1] for start in starts]}
+    for name, values in columns.items():
+        parts = [[v for v in values[start : start + width] if _number(v) is not None] for start in starts]
+        thin[name] = [_number(float(np.mean(part))) if part else None for part in parts]
+    return thin
+
+
+def _partitions(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Every different partition once."""
+    found: dict[str, tuple[Partition, list[Run]]] = {}
+    for run in runs:
+        if run.partition is not None and run.partition.classes > 0:
+            found.setdefault(run.partition.fingerprint, (run.partition, []))[1].append(run)
+    pictures = []
+    for part, sharing in found.values():
+        shares = part.train / np.maximum(part.train.sum(1, keepdims=True), 1)
+        top = shares.argmax(1)
+        order = np.lexsort((-shares.max(1), top))
+        seeds, sizes = span(run.seed for run in sharing), [int(counts.sum()) for counts in (part.train, part.test)]
+        pictures.append(
+            {
+                "title": f"{sharing[0].task}, seed {seeds}",
+                "note": f"{sizes[0]:,} training and {sizes[1]:,} test examples, partition {part.fingerprint}",
+                "counts": part.train[order].tolist(),
+                "order": order.tolist(),
+            }
+        )
+    return pictures
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no NaN."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,78 @@
+"""The table of any runs, finished or not: its cells, and as Markdown, LaTeX and CSV."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedprior.report.records import Run
+from fedprior.report.table import COLUMNS, rows
+from fedprior.report.watch import round_seconds
+
+HEADER = (*COLUMNS[:1], "seed", "rounds", *COLUMNS[1:])
+NUMBERS = ("global_accuracy", "local_accuracy", "bytes_up", "bytes_down", "sparsity")
+SIZES = ("parameters", "effective_parameters", "seconds")
+LATEX = {"\\": r"\textbackslash{}", "–": "--"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """The run's summary; of an unfinished run, what its records say so far."""
+    seconds = round_seconds(run.path)
+    found = {
+        "label": run.label,
+        **{name: run.final(name) for name in ("global_accuracy", "local_accuracy", "sparsity")},
+        **{name: sum(record[name] for record in run.rounds) for name in ("bytes_up", "bytes_down")},
+        **dict.fromkeys(SIZES),
+        "seconds": sum(seconds.values()) if seconds else None,
+    }
+    recorded = {k: v for k, v in (run.summary or {}).items() if k not in SIZES or isinstance(v, int | float)}
+    return {**found, **recorded, "label": run.label, "rounds": len(run.rounds)}
+
+
+def cells(run: Run) -> list[str]:
+    """One row of the table, under `HEADER`."""
+    first, *rest = rows([summary_of(run)])[0]
+    return [first, str(run.seed), f"{len(run.rounds):,}", *rest]
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """A table for a README."""
+    lines = [HEADER, ["---"] + ["---:"] * (len(HEADER) - 1)]
+    lines += [[cell.replace("|", "\\|") for cell in cells(run)] for run in runs]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def latex(runs: Sequence[Run]) -> str:
+    """A table for a paper; needs the package booktabs."""
+    lines = [
+        " & ".join("".join(LATEX.get(c, c) for c in cell) for cell in line) for line in (HEADER, *map(cells, runs))
+    ]
+    body = " \\\\\n".join(lines[1:])
+    columns = "l" + "r" * (len(HEADER) - 1)
+    return (
+        f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{body} \\\\\n\\bottomrule\n"
+        "\\end{tabular}\n"
+    )
+
+
+def comma_separated(runs: Sequence[Run]) -> str:
+    """Numbers as they were recorded, for another program; empty where there is none."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["folder", "task", "algorithm", "label", "seed", "rounds", "finished", *NUMBERS, *SIZES])
+    for run in runs:
+        summary = summary_of(run)
+        about = [run.path, run.task, run.algorithm, run.label, run.seed, len(run.rounds), str(run.finished).lower()]
+        numbers = [summary.get(name) for name in (*NUMBERS, *SIZES)]
+        writer.writerow([*about, *("" if v is None or v != v else v for v in numbers)])
+    return text.getvalue()
+
+
+def write_tables(folder: Path, runs: Sequence[Run]) -> list[Path]:
+    """table.md, table.tex and table.csv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"table.md": markdown(runs), "table.tex": latex(runs), "table.csv": comma_separated(runs)}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]

@@ -1,0 +1,235 @@
+"""An exported folder: loads without fedprior, says what it is, and computes what the run's network does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedprior
+from fedprior.compact import export_module, load_module
+from fedprior.compact.predict import describe, outputs, predict, reader
+from fedprior.errors import DataError, ModelError, RunError
+from fedprior.models import Ensemble, LeNet5, ResNet20
+from fedprior.units import UnitGating, find_structure
+
+# Runs where nothing of fedprior can be imported.
+ELSEWHERE = """
+import sys
+sys.modules["fedprior"] = None
+import numpy as np, torch
+from model import load
+np.save("outputs.npy", load()(torch.from_numpy(np.load("inputs.npy"))).detach().numpy())
+"""
+
+
+def pruned(module: nn.Module, example: Tensor, share: float, seed: int = 0) -> nn.Module:
+    """Close a share of the units of every layer."""
+    draw = torch.Generator().manual_seed(seed)
+    gating = UnitGating(find_structure(module, example))
+    gates = {layer: torch.ones(size) for layer, size in gating.gate_shapes.items()}
+    for gate in gates.values():
+        gate[torch.randperm(len(gate), generator=draw)[: int(share * len(gate))]] = 0
+    params = {name: p.detach() + 0.01 for name, p in module.named_parameters()}
+    module.load_state_dict(gating.prune(params, gates), strict=False)
+    return module.eval()
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet20", "ensemble", "own"])
+def test_model_py_loads_without_fedprior(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = (3, 16, 16) if name == "resnet20" else (1, 16, 16)
+    x = torch.randn(6, *shape)
+    module: nn.Module = {
+        "lenet5": lambda: pruned(LeNet5(1, 16, 4), x[0], 0.5),
+        "resnet20": lambda: pruned(ResNet20(3, 5), x[0], 0.5),
+        "ensemble": lambda: Ensemble([pruned(LeNet5(1, 16, 4), x[0], 0.5, seed) for seed in (0, 1)]).eval(),
+        "own": lambda: pruned(Own(), x[0], 0.5),
+    }[name]()
+    found = export_module(module, x, tmp_path / "out", about={"title": name}, with_onnx=False)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.json", "model.py", "model.safetensors"]
+    assert found["sizes"]["compact"]["parameters"] < found["sizes"]["dense"]["parameters"]
+    assert found["compared"]["torch"]["same_predictions"] == len(x)
+    np.save(tmp_path / "out" / "inputs.npy", x.numpy())
+    subprocess.run([sys.executable, "-W", "error", "-c", ELSEWHERE], cwd=tmp_path / "out", check=True)
+    there = torch.from_numpy(np.load(tmp_path / "out" / "outputs.npy"))
+    torch.testing.assert_close(there, module(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+class Own(nn.Module):
+    """With a parameter and a buffer that the forward reads itself, and numbered modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 49, 9), nn.GELU()
+        )
+        self.head = nn.Linear(9, 3)
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0, 4.0]))
+        self.register_buffer("shift", torch.tensor([0.1, 0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)) * self.scale + self.shift
+
+
+def test_a_folder_in_use_and_a_network_that_is_no_code_leave_nothing(tmp_path: Path) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+    x = torch.randn(2, 3)
+    with pytest.raises(ModelError, match="cannot be traced"):
+        export_module(Loop(), x, tmp_path / "out", about={}, with_onnx=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("text")
+    with pytest.raises(RunError, match="exists; choose another folder"):
+        export_module(nn.Linear(3, 2), x, tmp_path / "mine", about={}, with_onnx=False)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+# ---------------------------------------------------------------------- ONNX
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, fedprior.Task]:
+    """LeNet-5 for mnist-mini with 60% of its units closed, exported with everything."""
+    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    task = fedprior.task("mnist-mini")
+    module = pruned(task.network.module, task.network.example, 0.6)
+    folder = tmp_path_factory.mktemp("export") / "digits"
+    about = {"title": "digits", "scale": task.scale._asdict()}
+    export_module(module, task.data.test_x[:300], folder, about=about, with_onnx=True)
+    return folder, module, task
+
+
+def test_onnx_equals_the_network_on_real_inputs_for_any_batch(digits) -> None:
+    import onnxruntime
+
+    folder, module, task = digits
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    for size in (1, 7, 500):
+        x = task.data.test_x[:size]
+        found = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+        expected = module(x).detach()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(found.argmax(1), expected.argmax(1))
+    torch.testing.assert_close(outputs(folder, x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_files_are_no_larger_than_what_survives_and_two_percent(digits) -> None:
+    folder, module, task = digits
+    gating = UnitGating(find_structure(module, task.network.example))
+    gates = {layer: (norm > 0).float() for layer, norm in gating.norms(dict(module.named_parameters())).items()}
+    surviving = float(gating.effective_parameters(gates)) / 582_026
+    sizes = json.loads((folder / "model.json").read_text())["sizes"]
+    assert sizes["compact"]["parameters"] == int(gating.effective_parameters(gates))
+    for kind, name in (("", "model.safetensors"), (" onnx", "model.onnx")):
+        bytes_ = (folder / name).stat().st_size
+        assert bytes_ == sizes[f"compact{kind}"]["bytes"]
+        assert bytes_ <= (surviving + 0.02) * sizes[f"dense{kind}"]["bytes"]
+    assert b"/home" not in (folder / "model.onnx").read_bytes()
+    assert b"fedprior/" not in (folder / "model.onnx").read_bytes(), "no paths of the machine that made it"
+
+
+def test_multiply_adds_are_those_of_the_formula(digits) -> None:
+    folder, _, _ = digits
+    found = describe(folder)
+    (a, _), (b, _), (c, _) = (found["units"][name] for name in ("conv1", "conv2", "fc1"))
+    expected = 24 * 24 * 25 * a + 8 * 8 * 25 * a * b + 16 * b * c + c * 10
+    assert found["sizes"]["compact"]["multiply_adds"] == expected
+    assert found["sizes"]["dense"]["multiply_adds"] == 24 * 24 * 25 * 32 + 8 * 8 * 25 * 32 * 64 + 1024 * 512 + 5120
+
+
+# ---------------------------------------------------------------------- predict
+
+
+@pytest.fixture(scope="module")
+def pixels() -> tuple[np.ndarray, np.ndarray]:
+    """The embedded test digits as 8-bit images."""
+    import io
+    import lzma
+    from importlib import resources
+
+    packed = resources.files("fedprior.data").joinpath("mnist_mini.npz.xz").read_bytes()
+    arrays = np.load(io.BytesIO(lzma.decompress(packed)))
+    return arrays["test_x"], arrays["test_y"]
+
+
+def test_images_and_arrays_give_the_networks_own_predictions(digits, pixels, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder, module, task = digits
+    np.save(tmp_path / "many.npy", pixels[0][:9])
+    np.save(tmp_path / "inputs.npy", task.data.test_x[:9].numpy())
+    (tmp_path / "images").mkdir()
+    for i in range(9):
+        image.fromarray(pixels[0][i]).save(tmp_path / "images" / f"{i}.png")
+    expected = module(task.data.test_x[:9]).softmax(1).max(1)
+    for path in ("many.npy", "inputs.npy", "images"):
+        found = predict(folder, [tmp_path / path])
+        assert [row.label for row in found] == expected.indices.tolist()
+        assert [row.probability for row in found] == pytest.approx(expected.values.tolist(), abs=1e-4)
+    assert [row.name for row in found] == [str(tmp_path / "images" / f"{i}.png") for i in range(9)]
+    one = predict(folder, [tmp_path / "images" / "4.png"])
+    assert one == [found[4]]
+
+
+def test_torch_predicts_the_same_where_there_is_no_onnx(digits, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, module, task = digits
+    monkeypatch.setattr("fedprior.compact.onnx.available", lambda: False)
+    x = task.data.test_x[:20]
+    torch.testing.assert_close(outputs(folder, x), module(x).detach(), atol=1e-5, rtol=1e-5)
+    assert isinstance(load_module(folder), nn.Module)
+
+
+def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder, _, _ = digits
+    image.fromarray(np.zeros((56, 56), np.uint8)).save(tmp_path / "large.png")
+    np.save(tmp_path / "wide.npy", np.zeros((3, 28, 29), np.uint8))
+    np.save(tmp_path / "nan.npy", np.full((1, 28, 28), np.nan, np.float32))
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "empty").mkdir()
+    for name, words in {
+        "large.png": r"shape \(1, 56, 56\), not \(1, 28, 28\); --resize",
+        "wide.npy": r"shape \(1, 28, 29\)",
+        "nan.npy": "not finite",
+        "text.png": "cannot be read as an image",
+        "empty": "holds no images",
+        "nowhere.png": "does not exist",
+        "nowhere.npy": "cannot be read as a numpy file",
+    }.items():
+        with pytest.raises(DataError, match=words):
+            predict(folder, [tmp_path / name])
+    assert len(predict(folder, [tmp_path / "large.png"], resize=True)) == 1
+    with pytest.raises(RunError, match="not an exported model"):
+        predict(tmp_path, [tmp_path / "large.png"])
+
+
+def test_labelled_data_from_arrays_and_from_folders(digits, pixels, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder, _, task = digits
+    read = reader(describe(folder))
+    np.savez(tmp_path / "data.npz", x=pixels[0][:12], y=pixels[1][:12])
+    x, y = read.labelled(tmp_path / "data.npz")
+    torch.testing.assert_close(x, task.data.test_x[:12])
+    assert torch.equal(y, task.data.test_y[:12])
+    for i in range(12):
+        (tmp_path / "tree" / str(pixels[1][i])).mkdir(parents=True, exist_ok=True)
+        image.fromarray(pixels[0][i]).save(tmp_path / "tree" / str(pixels[1][i]) / f"{i:02}.png")
+    tree_x, tree_y = read.labelled(tmp_path / "tree")
+    order = sorted(range(12), key=lambda i: (str(pixels[1][i]), i))
+    torch.testing.assert_close(tree_x, x[order])
+    assert torch.equal(tree_y, y[order])
+    np.savez(tmp_path / "odd.npz", a=pixels[0])
+    with pytest.raises(DataError, match="arrays named x and y"):
+        read.labelled(tmp_path / "odd.npz")

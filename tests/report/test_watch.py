@@ -1,0 +1,88 @@
+"""The live view, of runs at every stage; and TensorBoard."""
+
+import io
+import json
+import os
+import time
+
+import pytest
+from rich.console import Console
+
+from fedprior.report.tensorboard import TensorBoard
+from fedprior.report.watch import look, round_seconds, view, watch
+
+
+def shown(path):
+    console = Console(file=io.StringIO(), width=150)
+    console.print(view(path, look(path)))
+    return console.file.getvalue()
+
+
+def test_a_run_at_every_stage(write_run, tmp_path):
+    folder = tmp_path / "run"
+    assert f"waiting for a run in {folder}" in shown(folder).replace("\n", "")
+    write_run(folder, rounds=40, finished=False)
+    lines = (folder / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rounds.jsonl").write_text("")
+    assert "0/40" in shown(folder)
+    assert "starting" in shown(folder)
+    (folder / "rounds.jsonl").write_text("".join(lines[:20]) + lines[20][:30])
+    (folder / "times.jsonl").write_text("".join(f'{{"round": {r}, "seconds": 3.0}}\n' for r in range(1, 21)) + '{"rou')
+    text = shown(folder)
+    record = json.loads(lines[19])
+    assert "20/40" in text
+    assert f"{100 * record['global_accuracy']:.1f}%" in text
+    assert f"{record['train_loss']:.3f}" in text
+    assert "3.00" in text
+    assert "0:01:00 left" in text
+    os.utime(folder / "rounds.jsonl", (0, time.time() - 7200))
+    assert "no record for 2:00:0" in shown(folder)
+    (folder / "rounds.jsonl").write_text("nonsense\n")
+    assert "rounds.jsonl is damaged in line 1" in shown(folder)
+
+
+def test_a_folder_of_runs_and_the_end(paperlike):
+    console = Console(file=io.StringIO(), width=150)
+    watch(paperlike, console)  # returns, because all are finished
+    text = console.file.getvalue()
+    assert text.count("finished") == 18
+    assert "▁" in text
+    assert "█" in text
+
+
+def test_the_last_time_of_a_round_counts(tmp_path):
+    (tmp_path / "times.jsonl").write_text('{"round": 1, "seconds": 5}\n[]\n{"round": 1, "seconds": 2.5}\nx\n')
+    assert round_seconds(tmp_path) == {1: 2.5}
+    assert round_seconds(tmp_path / "nowhere") == {}
+
+
+def test_it_waits_for_a_run_and_an_interrupt_ends_it_quietly(tmp_path, monkeypatch):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedprior.report.watch.time.sleep", sleep)
+    console = Console(file=io.StringIO(), width=200)
+    watch(tmp_path / "run", console)
+    assert len(waits) == 3
+    assert "waiting for a run" in console.file.getvalue()
+
+
+def test_tensorboard_has_the_records_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = [
+        {"round": 1, "bytes_up": 10, "bytes_down": 20, "train_loss": 2.0},
+        {"round": 2, "bytes_up": 30, "bytes_down": 40, "train_loss": 1.5, "global_accuracy": 0.5, "floored": ["fc"]},
+    ]
+    with TensorBoard(tmp_path) as board:
+        for record in records:
+            board(record)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("bytes")] == [(1, 30.0), (2, 100.0)]
+    assert [(e.step, e.value) for e in events.Scalars("global_accuracy")] == [(2, 0.5)]
+    assert sorted(events.Tags()["scalars"]) == ["bytes", "bytes_down", "bytes_up", "global_accuracy", "train_loss"]
