@@ -1,4 +1,4 @@
-"""The command line: `run`, `compare`, `sweep`, `resume`, `reproduce`, `tasks`, `algorithms`, and those of `commands.py`."""
+"""The command line: `run`, `compare`, `sweep`, `resume`, `reproduce`, lists, and the commands of `commands.py`."""
 
 import sys
 import traceback

@@ -96,6 +96,12 @@ class SpikeSlab(Prior):
     def temper(self) -> Mapping[str, float]:
         return {"drift": self.precision, "l0": self.lambda0, "gates": self.cross_entropy}
 
+    def tempered_log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+        """As in the base class. Two terms are linear in π: once a packet is received, they are one price a gate."""
+        if "joint" not in server or isinstance(self.precision, Tensor) or self.precision != 0:
+            return super().tempered_log_prob(assignment, server)
+        return (self._joint_gates(assignment) * server["joint"]["price"]).sum() - server["joint"]["constant"]
+
     def logits(self, state: Tree) -> Gates:
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
         return self.gating.part(self.joint_logits(state))
@@ -104,12 +110,12 @@ class SpikeSlab(Prior):
         """The same, all layers in one vector."""
         if "joint" in state:  # a packet, once received
             return state["joint"]["logits"]
-        return self._logits(state, self.gating.join(state["gates"]) if "gates" in state else None)
+        return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None)
 
-    def _logits(self, state: Tree, open_gates: Tensor | None) -> Tensor:
+    def _logits(self, state: Tree, is_open: Tensor | None) -> Tensor:
         norms = self.gating.joint_norms({name: value.detach() for name, value in state["weights"].items()})
         logits = (norms - F.softplus(self.gating.join(state["thresholds"]))) / self.temperature
-        return logits if open_gates is None else torch.where(open_gates > 0, logits, CLOSED)
+        return logits if is_open is None else torch.where(is_open, logits, CLOSED)
 
     def _thresholds(self, norms: Gates, logits: Gates) -> Gates:
         """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
@@ -181,7 +187,10 @@ class SpikeSlab(Prior):
         return {**server, "weights": weights, "thresholds": thresholds, "floored": floored, "open": gates}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
-        gates = self.open_gates(server)[0] if self.prune_server else self.gating.all_open(server["weights"])
+        if self.prune_server:
+            gates = server["open"] if "open" in server else self.open_gates(server)[0]
+        else:
+            gates = self.gating.all_open(server["weights"])
         return {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:
@@ -202,11 +211,14 @@ class SpikeSlab(Prior):
 
     def receive(self, packet: Tree) -> Tree:
         logits = self.joint_logits(packet)
-        return {**packet, "joint": {"logits": logits, "open": self.gating.join(packet["gates"])}}
+        price = self.cross_entropy * logits - self.lambda0 * self.gating.joint_sizes(logits)
+        constant = self.cross_entropy * F.softplus(logits).sum()
+        is_open = self.gating.join(packet["gates"]) > 0
+        return {**packet, "joint": {"logits": logits, "open": is_open, "price": price, "constant": constant}}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
-        open_gates = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"])
-        logits = self._logits(local, open_gates)
+        is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
+        logits = self._logits(local, is_open)
         gates = logits.sigmoid()
         joint = {"logits": logits, "gates": gates}
         return {"weights": local["weights"], "gates": self.gating.part(gates), "joint": joint}
@@ -253,8 +265,8 @@ class SpikeSlab(Prior):
 
 def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
     """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
-    location = logit + BETA * math.log(-GAMMA / ZETA)
-    s = ((u.log() - (-u).log1p() + location) / BETA).sigmoid()
+    noise = u.logit() / BETA + math.log(-GAMMA / ZETA)
+    s = torch.add(noise, logit, alpha=1 / BETA).sigmoid()
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 
