@@ -23,7 +23,7 @@ def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch
 
 def ensemble_accuracy(workers: Workers, models: Params, data: FederatedData, batch: int = 512) -> float:
     """Accuracy on the union of the clients' test sets; stacked models vote with their mean probabilities."""
-    rows = data.test.rows.unique()
+    rows = data.test.distinct
     if len(rows) == 0 or not data.labelled:
         return float("nan")
     members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]

@@ -5,6 +5,7 @@ A client costs two slices of an index array, so a hundred thousand of them cost 
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,12 @@ class Shards:
     def size(self, client: int) -> int:
         """How many rows a client has."""
         return int(self.offsets[client + 1] - self.offsets[client])
+
+    @cached_property
+    def distinct(self) -> Tensor:
+        """Every row that some client has, once; looked for only once."""
+        rows: Tensor = self.rows.unique()
+        return rows
 
     def owner(self, marked: Tensor) -> int | str:
         """The client to whom the first marked row belongs, to be named in an error."""
@@ -97,13 +104,13 @@ class FederatedData:
                 if bool(wrong.any()):
                     raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
             self._check_labels(what, y, shards)
-        for client, size in enumerate(np.diff(self.train.offsets)):
-            if size == 0:
+        sizes = np.diff(self.train.offsets)
+        for client in np.flatnonzero(sizes < max(min_examples, 1))[:1]:
+            if sizes[client] == 0:
                 raise DataError(f"client {client} has no training examples; leave it out")
-            if size < min_examples:
-                raise DataError(
-                    f"client {client} has only {size} training example; leave it out, or pass min_examples=1"
-                )
+            raise DataError(
+                f"client {client} has only {sizes[client]} training example; leave it out, or pass min_examples=1"
+            )
 
     def _check_labels(self, what: str, labels: Tensor, shards: Shards) -> None:
         """Class labels must run from 0 to classes − 1; a target of real numbers is not a label."""
