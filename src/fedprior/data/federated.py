@@ -100,7 +100,7 @@ class FederatedData:
             if len(x) != len(y):
                 raise DataError(f"there are {len(x)} {what} inputs but {len(y)} {what} targets")
             for part, values in (("inputs", x), ("targets", y)):
-                wrong = ~values.reshape(len(values), -1).isfinite().all(1) if len(values) else torch.zeros(0)
+                wrong = _not_finite(values)
                 if bool(wrong.any()):
                     raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
             self._check_labels(what, y, shards)
@@ -173,6 +173,14 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
                 )
     if len(parts[1]) == 0:
         raise DataError(f"client {client} has no training examples; leave it out")
+
+
+def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:
+    """Which examples hold a number that is not finite; in blocks, because torch makes copies on the way."""
+    if not values.is_floating_point() or not len(values):
+        return torch.zeros(len(values), dtype=torch.bool)
+    flat = values.reshape(len(values), -1)
+    return torch.cat([~part.isfinite().all(1) for part in flat.split(max(1, block // max(1, flat.shape[1])))])
 
 
 def _labels(targets: Tensor) -> Tensor:
