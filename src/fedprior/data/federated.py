@@ -133,6 +133,14 @@ class FederatedData:
         """How many clients there are."""
         return len(self.train)
 
+    def fits(self, device: torch.device, share: float = 0.6) -> bool:
+        """Whether the examples take less than this share of a GPU's free memory, or are there already."""
+        parts = {id(part): part for part in (self.x, self.y, self.test_x, self.test_y)}.values()
+        if device.type != "cuda":
+            return True
+        missing = [part for part in parts if part.device != device and str(device) not in _RESIDENT.get(part, {})]
+        return sum(part.nbytes for part in missing) < share * torch.cuda.mem_get_info(device)[0]
+
     def to(self, device: torch.device | str) -> "FederatedData":
         """The same data resident on a device; partitions of the same examples share one copy."""
         names = ("x", "y", "test_x", "test_y")

@@ -61,7 +61,8 @@ def in_turn(
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper)
         rows = data.test[client]
         params = algorithm.prior.realise(step.upload, packet)
-        correct = accuracy_count(network, params, data.test_x[rows], data.test_y[rows])
+        x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
+        correct = accuracy_count(network, params, x, y)
         stacked.put(position, (*step, correct))
 
     workers.map(train, range(len(cohort.clients)))

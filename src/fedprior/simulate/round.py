@@ -45,6 +45,8 @@ class Simulation:
     """What clients in turn, and evaluations, run on."""
     encode: bool
     """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
+    streamed: bool
+    """Whether examples stay on the host, and each cohort's are copied to the device."""
     attack: Attack | None
     hostile: Tensor
     """Which clients attack, if any do."""
@@ -170,6 +172,7 @@ def simulation(
     attack: str = "none",
     attackers: float = 0.0,
     device: torch.device | str = "cpu",
+    streamed: bool = False,
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
     # A copy: the user's module stays where it is, with the weights it has.
@@ -181,13 +184,14 @@ def simulation(
     return Simulation(
         algorithm=algorithm,
         network=network,
-        data=data.to(device),
+        data=data if streamed else data.to(device),
         schedule=schedule,
         clients_per_round=clients_per_round,
         seed=seed,
         root=root,
         workers=Workers(network, workers),
         encode=encode,
+        streamed=streamed,
         attack=ATTACKS.get(attack),
         hostile=hostile,
         server=server,
