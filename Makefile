@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test deploy format clean
+.PHONY: run test deploy format peers clean
 
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
@@ -21,8 +21,16 @@ format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# fedprior and the simulators that benchmarks/peers.py compares it with, in an environment of their own.
+peers: benchmarks/.venv/ready
+
+benchmarks/.venv/ready: benchmarks/requirements.txt
+	$(PYTHON) -m venv benchmarks/.venv
+	benchmarks/.venv/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt --editable .
+	@touch $@
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv benchmarks/.venv runs
 
 # constraints.txt pins every version, torch's CPU build among them; the package itself asks for a range.
 .venv/ready: pyproject.toml constraints.txt

@@ -23,15 +23,17 @@ def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch
 
 def ensemble_accuracy(workers: Workers, models: Params, data: FederatedData, batch: int = 512) -> float:
     """Accuracy on the union of the clients' test sets; stacked models vote with their mean probabilities."""
-    rows = data.test.rows.unique()
+    rows = data.test.distinct
     if len(rows) == 0 or not data.labelled:
         return float("nan")
+    device = next(iter(models.values())).device
     members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]
 
     def correct(network: Network, chosen: Tensor) -> int:
         with torch.no_grad():
-            votes = torch.stack([network.predict(member, data.test_x[chosen]).softmax(-1) for member in members])
-        return int((votes.mean(0).argmax(-1) == data.test_y[chosen]).sum())
+            x = data.test_x[chosen].to(device)
+            votes = torch.stack([network.predict(member, x).softmax(-1) for member in members])
+        return int((votes.mean(0).argmax(-1) == data.test_y[chosen].to(device)).sum())
 
     return sum(workers.map(correct, rows.split(batch))) / len(rows)
 

@@ -1,5 +1,6 @@
 """Nested dictionaries of tensors, the shape of every state and message in the library."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -35,6 +36,22 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def stack(trees: Sequence[Any]) -> Any:
     """One tree with a new leading dimension, one row a tree."""
     return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
+
+
+class Stack:
+    """`stack` for trees that come one by one, from any thread: each is copied to its row and can be forgotten."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: Any = None
+        self._lock = threading.Lock()
+
+    def put(self, index: int, tree: Any) -> None:
+        """Fill one row."""
+        with self._lock:
+            if self.rows is None:
+                self.rows = tree_map(lambda leaf: leaf.new_empty(self.count, *leaf.shape), tree)
+        tree_map(lambda rows, leaf: rows[index].copy_(leaf), self.rows, tree)
 
 
 def row(tree: Any, index: int) -> Any:

@@ -177,3 +177,39 @@ def test_impossible_numbers_of_clients_are_refused(clients: int) -> None:
 def test_single_class_needs_a_multiple_of_the_classes() -> None:
     with pytest.raises(SettingError, match="multiple"):
         partition.single_class(np.arange(100) % 10, np.arange(20) % 10, 15, seed=0)
+
+
+def naive_deal(labels, preferences, size, random):
+    """One draw at a time, everything computed anew: what `_deal` must equal, draw for draw."""
+    pools = [list(random.permutation(np.flatnonzero(labels == c))) for c in range(preferences.shape[1])]
+    hands = []
+    for preference in preferences:
+        hand = []
+        for _ in range(size):
+            left = np.array([len(pool) > 0 for pool in pools])
+            weight = preference * left
+            if weight.sum() == 0:
+                weight = preference = np.eye(len(pools))[random.choice(np.flatnonzero(left))]
+            c = int(np.searchsorted(np.cumsum(weight), random.random_sample() * weight.sum(), side="right"))
+            hand.append(pools[min(c, np.flatnonzero(weight)[-1])].pop())
+        hands.append(np.array(hand, np.int64))
+    return hands
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.3, 10.0])
+def test_dealing_equals_the_naive_twin(alpha):
+    labels = np.random.RandomState(0).randint(7, size=300)
+    preferences = np.random.RandomState(1).dirichlet(np.full(7, alpha / 7), 30)
+    one, other = (deal(labels, preferences, 10, np.random.RandomState(2)) for deal in (partition._deal, naive_deal))
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_pachinko_draws_a_dirichlet_a_client_and_family():
+    """The frozen stream: gamma draws in one call are the Dirichlet draws of one client after another."""
+    families, beta = [2, 3, 1], 10.0
+    one, other = np.random.RandomState(5), np.random.RandomState(5)
+    naive = np.array([np.concatenate([one.dirichlet(np.full(n, beta)) for n in families]) for _ in range(9)])
+    drawn = other.standard_gamma(beta, (9, 6))
+    pieces = np.split(drawn, np.cumsum(families)[:-1], axis=1)
+    assert np.array_equal(naive, np.concatenate([p * (1 / p.cumsum(1)[:, -1:]) for p in pieces], axis=1))
+    assert one.random_sample() == other.random_sample()

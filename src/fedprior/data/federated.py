@@ -5,6 +5,7 @@ A client costs two slices of an index array, so a hundred thousand of them cost 
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class Shards:
     def size(self, client: int) -> int:
         """How many rows a client has."""
         return int(self.offsets[client + 1] - self.offsets[client])
+
+    @cached_property
+    def distinct(self) -> Tensor:
+        """Every row that some client has, once; looked for only once."""
+        rows: Tensor = self.rows.unique()
+        return rows
 
     def owner(self, marked: Tensor) -> int | str:
         """The client to whom the first marked row belongs, to be named in an error."""
@@ -94,17 +101,17 @@ class FederatedData:
             if len(x) != len(y):
                 raise DataError(f"there are {len(x)} {what} inputs but {len(y)} {what} targets")
             for part, values in (("inputs", x), ("targets", y)):
-                wrong = ~values.reshape(len(values), -1).isfinite().all(1) if len(values) else torch.zeros(0)
+                wrong = _not_finite(values)
                 if bool(wrong.any()):
                     raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
             self._check_labels(what, y, shards)
-        for client, size in enumerate(np.diff(self.train.offsets)):
-            if size == 0:
+        sizes = np.diff(self.train.offsets)
+        for client in np.flatnonzero(sizes < max(min_examples, 1))[:1]:
+            if sizes[client] == 0:
                 raise DataError(f"client {client} has no training examples; leave it out")
-            if size < min_examples:
-                raise DataError(
-                    f"client {client} has only {size} training example; leave it out, or pass min_examples=1"
-                )
+            raise DataError(
+                f"client {client} has only {sizes[client]} training example; leave it out, or pass min_examples=1"
+            )
 
     def _check_labels(self, what: str, labels: Tensor, shards: Shards) -> None:
         """Class labels must run from 0 to classes − 1; a target of real numbers is not a label."""
@@ -142,6 +149,14 @@ class FederatedData:
             flat = np.bincount(owner * classes + column, minlength=self.clients * classes)
             counts.append(flat.reshape(self.clients, classes))
         return counts[0], counts[1]
+
+    def fits(self, device: torch.device, share: float = 0.6) -> bool:
+        """Whether the examples take less than this share of a GPU's free memory, or are there already."""
+        parts = {id(part): part for part in (self.x, self.y, self.test_x, self.test_y)}.values()
+        if device.type != "cuda":
+            return True
+        missing = [part for part in parts if part.device != device and str(device) not in _RESIDENT.get(part, {})]
+        return sum(part.nbytes for part in missing) < share * torch.cuda.mem_get_info(device)[0]
 
     def to(self, device: torch.device | str) -> "FederatedData":
         """The same data resident on a device; partitions of the same examples share one copy."""
@@ -183,6 +198,14 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
                 )
     if len(parts[1]) == 0:
         raise DataError(f"client {client} has no training examples; leave it out")
+
+
+def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:
+    """Which examples hold a number that is not finite; in blocks, because torch makes copies on the way."""
+    if not values.is_floating_point() or not len(values):
+        return torch.zeros(len(values), dtype=torch.bool)
+    flat = values.reshape(len(values), -1)
+    return torch.cat([~part.isfinite().all(1) for part in flat.split(max(1, block // max(1, flat.shape[1])))])
 
 
 def _labels(targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Draws come from numpy's legacy RandomState, whose stream is frozen, so that a se
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import numpy as np
@@ -68,9 +69,12 @@ def pachinko(
         for c in sorted(set(fine_to_coarse.values()))
     ]
     preferences = np.zeros((clients, max(fine_to_coarse) + 1))
-    for client, shares in enumerate(_preferences(random, alpha * len(families), len(families), clients)):
-        for share, family in zip(shares, families, strict=True):
-            preferences[client, family] = share * random.dirichlet(np.full(len(family), beta))
+    shares = _preferences(random, alpha * len(families), len(families), clients)
+    # A Dirichlet draw is gamma draws over their sum, so one call draws for all clients and families, in the same order.
+    drawn = random.standard_gamma(beta, (clients, sum(len(family) for family in families)))
+    pieces = np.split(drawn, np.cumsum([len(family) for family in families])[:-1], axis=1)
+    for share, family, piece in zip(shares.T, families, pieces, strict=True):
+        preferences[:, family] = share[:, None] * (piece * (1 / piece.cumsum(1)[:, -1:]))
     return (
         _deal(labels, preferences, len(labels) // clients, random),
         _deal(test_labels, preferences, len(test_labels) // clients, random),
@@ -136,18 +140,21 @@ def _preferences(random: np.random.RandomState, alpha: float, classes: int, clie
 
 def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.random.RandomState) -> list[np.ndarray]:
     """Give each client `size` examples from its preferred classes, as far as they last."""
-    pools = [list(random.permutation(np.flatnonzero(labels == c))) for c in range(preferences.shape[1])]
-    hands = []
-    for preference in preferences:
-        hand = []
-        for _ in range(size):
-            left = np.array([len(pool) > 0 for pool in pools])
-            weight = preference * left
-            if weight.sum() == 0:
-                # A client whose classes are all gone turns to one that is left.
-                weight = preference = np.eye(len(pools))[random.choice(np.flatnonzero(left))]
-            c = int(np.searchsorted(np.cumsum(weight), random.random_sample() * weight.sum(), side="right"))
+    pools = [random.permutation(np.flatnonzero(labels == c)).tolist() for c in range(preferences.shape[1])]
+    left = np.array([len(pool) > 0 for pool in pools])
+    hands = np.zeros((len(preferences), size), np.int64)
+    for preference, hand in zip(preferences, hands, strict=True):
+        bounds: list[float] = []
+        for place in range(size):
+            if not bounds:  # a new client, or a class has just run out: the odds have changed
+                weight = preference * left
+                if weight.sum() == 0:
+                    # A client whose classes are all gone turns to one that is left.
+                    weight = preference = np.eye(len(pools))[random.choice(np.flatnonzero(left))]
+                bounds, total, last = np.cumsum(weight).tolist(), float(weight.sum()), int(np.flatnonzero(weight)[-1])
             # Rounding may step past the last class that is left.
-            hand.append(pools[min(c, np.flatnonzero(weight)[-1])].pop())
-        hands.append(np.array(hand, np.int64))
-    return hands
+            c = min(bisect_right(bounds, random.random_sample() * total), last)
+            hand[place] = pools[c].pop()
+            if not pools[c]:
+                left[c], bounds = False, []
+    return list(hands)

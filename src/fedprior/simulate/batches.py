@@ -36,9 +36,9 @@ def client_batches(data: FederatedData, client: int, schedule: Schedule, key: Te
     for step in range(schedule.total(size)):
         epoch, place = divmod(step, per_epoch)
         if place == 0:
-            order = rows[keys.permutation(keys.fold(key, epoch), size, size)]
+            order = rows[keys.permutation(keys.fold(key, epoch), size, size).to(rows.device)]
         chosen = order[place * width : (place + 1) * width]
-        batches.append(Batch(data.x[chosen], data.y[chosen], None, None))
+        batches.append(Batch(data.x[chosen].to(key.device), data.y[chosen].to(key.device), None, None))
     return batches
 
 

@@ -50,7 +50,9 @@ def in_turn(
 ) -> CohortResult:
     """One client after another, on as many cores as there are workers."""
 
-    def client_result(network: Network, position: int) -> CohortResult:
+    stacked = trees.Stack(len(cohort.clients))
+
+    def train(network: Network, position: int) -> None:
         client = cohort.clients[position]
         client_key = keys.fold(key, client)
         batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
@@ -59,10 +61,12 @@ def in_turn(
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper)
         rows = data.test[client]
         params = algorithm.prior.realise(step.upload, packet)
-        return CohortResult(*step, accuracy_count(network, params, data.test_x[rows], data.test_y[rows]))
+        x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
+        correct = accuracy_count(network, params, x, y)
+        stacked.put(position, (*step, correct))
 
-    results = workers.map(client_result, range(len(cohort.clients)))
-    return CohortResult(*(trees.stack(parts) for parts in zip(*results, strict=True)))
+    workers.map(train, range(len(cohort.clients)))
+    return CohortResult(*stacked.rows)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ class Simulation:
     """What clients in turn, and evaluations, run on."""
     encode: bool
     """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
+    streamed: bool
+    """Whether examples stay on the host, and each cohort's are copied to the device."""
     attack: Attack | None
     hostile: Tensor
     """Which clients attack, if any do."""
@@ -68,13 +70,13 @@ class Simulation:
         chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
         result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
         _check_clients(clients, result, number)
+        floored |= _floored(server) | _floored(result.uploads)
         uploads, up = self._send_uploads(result.uploads, server)
         self.server = self._m_step(server, uploads, number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         self.measure(clients, result.correct)
         self.round = number
-        floored |= _floored(server) | _floored(result.uploads)
         record = self.record(up, down, float(result.loss.mean()), floored, evaluate)
         if evaluate:
             record |= disagreement(result.gates, prior.gates(trees.row(packets, 0)))
@@ -140,9 +142,16 @@ class Simulation:
         return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count, floored
 
     def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
-        layout = self.algorithm.uplink(server)
-        received = [self._through_wire(trees.row(uploads, i), layout) for i in range(self.clients_per_round)]
-        return trees.stack([message for message, _ in received]), sum(size for _, size in received)
+        """Encode, decode: the uploads as the server sees them, in place, and their bytes."""
+        layout, total = self.algorithm.uplink(server), 0
+        for i in range(self.clients_per_round):
+            message, size = self._through_wire(trees.row(uploads, i), layout)
+            total += size
+            if self.encode:
+                # Over what was sent: a cohort of messages beside it would double the memory of a round.
+                sent = {section: uploads[section] for section in message}
+                trees.tree_map(lambda rows, leaf, i=i: rows[i].copy_(leaf), sent, message)
+        return uploads if not self.encode else {section: uploads[section] for section in message}, total
 
     def _through_wire(self, message: Tree, layout: wire.Layout) -> tuple[Tree, int]:
         if not self.encode:
@@ -164,6 +173,7 @@ def simulation(
     attack: str = "none",
     attackers: float = 0.0,
     device: torch.device | str = "cpu",
+    streamed: bool = False,
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
     # A copy: the user's module stays where it is, with the weights it has.
@@ -175,13 +185,14 @@ def simulation(
     return Simulation(
         algorithm=algorithm,
         network=network,
-        data=data.to(device),
+        data=data if streamed else data.to(device),
         schedule=schedule,
         clients_per_round=clients_per_round,
         seed=seed,
         root=root,
         workers=Workers(network, workers),
         encode=encode,
+        streamed=streamed,
         attack=ATTACKS.get(attack),
         hostile=hostile,
         server=server,

@@ -48,6 +48,9 @@ class Settings:
     workers: int | None = None
     """Clients in turn that train side by side on a CPU, a core each; none: as many as torch has threads."""
     device: str = "auto"
+    data: str = "auto"
+    """Where examples are kept: on the `device`, or on the `host`, from where each cohort's are copied; auto: on the
+    device if they take less than 60% of its free memory."""
     wire: str = "auto"
     """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
     attack: str = "none"
@@ -64,6 +67,8 @@ class Settings:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mode not in ("auto", *MODES):
             raise SettingError(f"mode must be auto, {', '.join(MODES[:-1])} or {MODES[-1]}, got {self.mode!r}")
+        if self.data not in ("auto", "device", "host"):
+            raise SettingError(f"data must be auto, device or host, got {self.data!r}")
         if self.wire not in ("auto", "encode", "count"):
             raise SettingError(f"wire must be auto, encode or count, got {self.wire!r}")
         if self.wire == "encode" and self.mode not in ("auto", "in-turn"):
@@ -122,6 +127,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         attack=settings.attack,
         attackers=settings.attackers,
         device=device,
+        streamed=settings.data == "host" or (settings.data == "auto" and not data.fits(device)),
     )
     mode_of(settings.mode, settings.wire, built)  # refuses what cannot be, before anything is written
     return built

@@ -22,6 +22,7 @@ from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
+from fedprior.simulate import streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.round import Record, Simulation, client_diverged, server_diverged
 from fedprior.trees import Gates, Params, Tree
@@ -44,6 +45,8 @@ class Inputs(NamedTuple):
     """[runs]: the key of the round."""
     memory: Tree
     """[runs · cohort, …]: what the correction remembers."""
+    examples: Tree
+    """[runs · cohort · places, …]: the cohort's own, where the data stay on the host; see `streaming.py`."""
 
 
 class Numbers(NamedTuple):
@@ -96,7 +99,7 @@ class Together:
     def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
         first = simulations[0]
         self.runs, self.device, self.capture = simulations, first.root.device, capture
-        self.cohort = first.clients_per_round
+        self.cohort, self.streamed = first.clients_per_round, first.streamed
         prior, settings = tuned([sim.algorithm.prior for sim in simulations], next(trees.leaves(first.server))[1])
         self.algorithm = replace(first.algorithm, prior=prior)
         self.server: Tree = trees.stack([sim.server for sim in simulations]) | settings
@@ -160,7 +163,9 @@ class Together:
         ]
         memory = trees.stack(remembered) if self.blank else {}
         chosen, key = torch.tensor(clients), torch.stack(round_keys)
-        return clients, shape, Inputs(_to_device(chosen, self.device), _to_device(key, self.device), memory)
+        examples = streaming.cohort_examples(pairs, plan.capacity, shape.tests, self.device) if self.streamed else {}
+        inputs = Inputs(_to_device(chosen, self.device), _to_device(key, self.device), memory, examples)
+        return clients, shape, inputs
 
     def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
         """The first round of a shape runs as it is, which warms everything up; the second is captured."""
@@ -180,14 +185,15 @@ class Together:
         packets, down, floored = self._packets(server, inputs)
         flat = (inputs.clients + self.base).flatten()
         client_keys = keys.fold(inputs.key[:, None], inputs.clients).flatten()
-        places = self.train.places(flat)
         order = keys.fold(client_keys, Purpose.BATCHES)
-        batches = CohortBatches(first.data.x, first.data.y, places, first.schedule, shape.plan, order)
+        examples = self._examples("train", inputs, flat)
+        batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         step = e_step(
             algorithm, first.network, packets, batches, client_keys, inputs.memory, vectorised=True, tamper=tamper
         )
-        correct = self._correct(vmap(prior.realise)(step.upload, packets), flat, shape.tests)
+        params = vmap(prior.realise)(step.upload, packets)
+        correct = self._correct(params, *self._examples("test", inputs, flat), shape.tests)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
         loss = step.loss.unflatten(0, (number, self.cohort))
@@ -245,16 +251,23 @@ class Together:
                 self.server.setdefault(section, {})[name] = new.clone()
         return fine_server
 
-    def _correct(self, params: Params, clients: Tensor, capacity: int) -> Tensor:
+    def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
+        """Where the examples of these clients are: in the resident data, or in what came with the inputs."""
+        data, index = self.runs[0].data, self.train if part == "train" else self.test
+        if self.streamed:
+            return streaming.places(inputs.examples[part], index.size[clients])
+        x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
+        return x, y, index.places(clients)
+
+    def _correct(self, params: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """Of each client's own test examples, how many its hard assignment gets right."""
-        data, places = self.runs[0].data, self.test.places(clients)
-        if capacity == 0 or not data.labelled:
-            return torch.zeros_like(clients)
+        if capacity == 0 or not self.runs[0].data.labelled:
+            return torch.zeros_like(places.size)
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
-            outputs = vmap(self.runs[0].network.predict)(params, data.test_x[rows])
-        return ((outputs.argmax(-1) == data.test_y[rows]) & real).sum(1)
+            outputs = vmap(self.runs[0].network.predict)(params, x[rows])
+        return ((outputs.argmax(-1) == y[rows]) & real).sum(1)
 
     # ------------------------------------------------------------------ each run as if alone
     def _show(self) -> None:

@@ -1,0 +1,39 @@
+"""fedprior, through the functions that `fedprior.run` uses."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import fedprior
+from contestants.tasks import LR, Task
+from contestants.turns import Turns
+from fedprior.data.federated import FederatedData, Shards
+from fedprior.simulate.engine import engine, mode_of
+from fedprior.simulate.run import Settings, build
+
+
+def play(
+    task: Task, device: str, threads: int, turns: Turns, *, name: str, runs: tuple[tuple[int, dict[str, Any]], ...]
+) -> None:
+    """Rounds of one run, or of several together: a seed and an algorithm's settings each."""
+    torch.set_num_threads(threads)
+    x, y, starts = task.data()
+    shards = Shards(torch.arange(starts[-1]), torch.tensor(starts).numpy())
+    nothing = Shards(torch.zeros(0, dtype=torch.int64), torch.zeros(task.clients + 1, dtype=torch.int64).numpy())
+    data = FederatedData(x, y, x[:0], y[:0], shards, nothing, task.classes)
+    network = fedprior.Network(task.module(), x[0])
+    simulations = []
+    for seed, options in runs:
+        settings = Settings(clients_per_round=task.cohort, batch_size=task.batch, seed=seed, device=device)
+        algorithm = fedprior.algorithm(name, network, local_optimiser=f"SGD(lr={LR})", **options)
+        simulations.append(build(algorithm, network, data, settings))
+    driver = engine(simulations, mode_of("auto", "auto", simulations[0]))
+    for _ in turns:
+        driver.step(evaluate=False)
+
+
+SWEPT = tuple((seed, {"lambda0": lambda0}) for lambda0 in (5e-7, 5e-6, 5e-5) for seed in (0, 1, 2))
+fedavg = partial(play, name="fedavg", runs=((0, {}),))
+fedsparse = partial(play, name="fedsparse", runs=((0, {}),))
+sweep = partial(play, name="fedsparse", runs=SWEPT)

@@ -1,0 +1,76 @@
+"""What every contestant trains: the same model, the same clients, one local epoch of SGD, the mean of the clients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedprior.models import LeNet5, ResNet20
+
+LR = 0.05
+
+
+class PflCnn(nn.Module):
+    """pfl-research's CNN for its CIFAR10 benchmark: two 3×3 convolutions, pool, dropout, 128 neurons, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3)
+        self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU()
+        self.drop1, self.drop2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(64 * 14 * 14, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop1(self.pool(self.relu(self.conv2(self.relu(self.conv1(x))))))
+        return self.fc2(self.drop2(self.relu(self.fc1(x.flatten(1)))))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and random data of a data set's shape."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, int, int]
+    classes: int
+    clients: int
+    examples: int
+    """Examples a client; their mean where sizes are uneven."""
+    cohort: int
+    batch: int
+    uneven: bool = False
+
+    def sizes(self) -> list[int]:
+        """How many examples each client has."""
+        if not self.uneven:
+            return [self.examples] * self.clients
+        drawn = np.random.RandomState(0).normal(self.examples, 0.4 * self.examples, self.clients)
+        return np.clip(drawn.round(), 20, 2 * self.examples).astype(int).tolist()
+
+    def data(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Inputs and labels, client after client, and where each client's begin."""
+        starts = [0, *np.cumsum(self.sizes()).tolist()]
+        draw = torch.Generator().manual_seed(0)
+        x = torch.empty(starts[-1], *self.shape).normal_(generator=draw)
+        return x, torch.randint(self.classes, (starts[-1],), generator=draw), starts
+
+    def module(self) -> nn.Module:
+        """The model with the same weights for everybody."""
+        torch.manual_seed(0)
+        return self.model()
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("cifar10", lambda: LeNet5(3, 32, 10), (3, 32, 32), 10, 100, 500, 10, 64),
+        Task("cifar100", lambda: ResNet20(3, 100), (3, 32, 32), 100, 500, 100, 10, 20),
+        # FEMNIST has 3,500 writers; fewer here, because only those in a round cost anything.
+        Task("femnist", lambda: LeNet5(1, 28, 62), (1, 28, 28), 62, 1000, 200, 10, 20, uneven=True),
+        Task("pfl-cifar10", PflCnn, (3, 32, 32), 10, 1000, 50, 50, 10),
+        # To see in seconds whether everything runs.
+        Task("smoke", lambda: LeNet5(1, 28, 10), (1, 28, 28), 10, 20, 40, 4, 20),
+    )
+}

@@ -1,0 +1,217 @@
+"""fedprior against other simulators on the same tasks, in turns: A B C A B C …
+
+    python benchmarks/peers.py --device cpu
+    python benchmarks/peers.py --device cuda --json results.json
+
+Every contestant lives in a process of its own and waits there until it is told to do a round, so that at any time only
+one of them works. One untimed round at the end is for memory: the resident memory of a contestant's processes, pages
+that they share counted once.
+"""
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from contestants.tasks import TASKS, Task
+from contestants.turns import Turns
+
+PEERS = {
+    "fedavg": ("contestants.ours", "fedavg", "fedprior"),
+    "fedsparse": ("contestants.ours", "fedsparse", "fedprior"),
+    "sweep": ("contestants.ours", "sweep", "fedprior"),
+    "plain": ("contestants.plain", "play", "torch"),
+    "pfl": ("contestants.pfl_research", "play", "pfl"),
+    "flower": ("contestants.flower", "play", "flwr"),
+}
+"""Name: the module and function that plays, and the package that it needs."""
+SWEPT = 9
+"""Runs in the sweep."""
+
+
+def play(peer: str, task: str, device: str, threads: int, total: int, pipe: Connection) -> None:
+    """The body of a contestant's process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    module = importlib.import_module(PEERS[peer][0])
+    getattr(module, PEERS[peer][1])(TASKS[task], device, threads, Turns(pipe, total, device))
+
+
+@dataclass
+class Contestant:
+    """A process and what it has reported."""
+
+    name: str
+    process: Any
+    pipe: Connection
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    host_bytes: int = 0
+    failed: bool = False
+
+    @classmethod
+    def start(cls, name: str, task: Task, device: str, threads: int, total: int) -> "Contestant":
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        process = context.Process(target=play, args=(name, task.name, device, threads, total, theirs))
+        process.start()
+        theirs.close()
+        return cls(name, process, mine)
+
+    def turn(self, *, timed: bool, watched: bool = False) -> None:
+        """One round."""
+        if self.failed:
+            return
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(done,))
+        if watched:
+            watch.start()
+        try:
+            self.pipe.send("go")
+            self.report = self.pipe.recv()
+        except (EOFError, OSError):
+            self.failed = True
+            print(f"{self.name} failed; see its output above", file=sys.stderr)
+        finally:
+            done.set()
+            if watched:
+                watch.join()
+        if timed and not self.failed:
+            self.seconds.append(self.report["seconds"])
+            self.cpu_seconds.append(self.report["cpu_seconds"])
+
+    def _watch(self, done: threading.Event) -> None:
+        while not done.wait(0.05):
+            self.host_bytes = max(self.host_bytes, resident(self.process.pid))
+
+    def result(self) -> dict[str, Any]:
+        if not self.seconds:
+            return {}
+        milliseconds = [1e3 * second for second in self.seconds]
+        return {
+            "ms": statistics.median(milliseconds),
+            "all_ms": milliseconds,
+            # Of all cores together, in the contestant's first process: what is left on a machine that others use.
+            "cpu_ms": 1e3 * statistics.median(self.cpu_seconds),
+            "host_mib": self.host_bytes / 2**20,
+            "gpu_mib": self.report.get("gpu_bytes", 0) / 2**20,
+        }
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and all its descendants; a shared page counts for each by its share."""
+    total = 0
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(resident(int(child)) for child in (thread / "children").read_text().split())
+    except OSError:  # it has ended meanwhile
+        pass
+    return total
+
+
+def contest(task: Task, peers: list[str], device: str, threads: int, warmup: int, rounds: int) -> dict[str, Any]:
+    """All peers on one task."""
+    contestants = [Contestant.start(peer, task, device, threads, warmup + rounds + 1) for peer in peers]
+    for contestant in contestants:  # each alone: loading, compiling and capturing disturb nobody
+        for _ in range(warmup):
+            contestant.turn(timed=False)
+    for _ in range(rounds):
+        for contestant in contestants:
+            contestant.turn(timed=True)
+    for contestant in contestants:
+        contestant.turn(timed=False, watched=True)
+    for contestant in contestants:
+        contestant.pipe.close()
+        contestant.process.join(60)
+        if contestant.process.is_alive():
+            contestant.process.terminate()
+    return {contestant.name: contestant.result() for contestant in contestants}
+
+
+def table(task: str, results: dict[str, Any]) -> str:
+    """Markdown: milliseconds a round, the ratio to FedAvg here round by round, and memory."""
+    lines = [
+        f"| {task} | ms a round | × fedavg | host MiB | GPU MiB |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    ours = results.get("fedavg", {})
+    for name, result in results.items():
+        if not result:
+            lines.append(f"| {name} | failed | | | |")
+            continue
+        ratio = ""
+        if ours:
+            # Round by round, so that what else the machine does cancels out.
+            pairs = zip(result["all_ms"], ours["all_ms"], strict=True)
+            result["ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
+            ratio = f"{result['ratio']:.2f}"
+        memory = f"{result['host_mib']:.0f} | {result['gpu_mib']:.0f}"
+        lines.append(f"| {name} | {result['ms']:.1f} | {ratio} | {memory} |")
+    if results.get("sweep") and results.get("fedsparse"):
+        alone = SWEPT * results["fedsparse"]["ms"]
+        together = results["sweep"]["ms"]
+        lines.append(f"\n{SWEPT} runs: {alone:.1f} ms one after the other, {together:.1f} ms together, "
+                     f"{alone / together:.2f}×")  # fmt: skip
+    return "\n".join(lines)
+
+
+def installed(peers: list[str]) -> list[str]:
+    """Those whose package is there; the others are named."""
+    here = [peer for peer in peers if importlib.util.find_spec(PEERS[peer][2])]
+    for peer in peers:
+        if peer not in here:
+            print(f"{peer} is left out: {PEERS[peer][2]} is not installed (benchmarks/README.md)", file=sys.stderr)
+    return here
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--tasks",
+        default=",".join(name for name in TASKS if name != "smoke"),
+        help=f"separated by commas: {', '.join(TASKS)}",
+    )
+    parser.add_argument("--peers", help=f"separated by commas: {', '.join(PEERS)}; all but sweep on a CPU")
+    parser.add_argument("--rounds", type=int, help="timed rounds of each; 10 on a CPU, 30 on a GPU")
+    parser.add_argument("--warmup", type=int, help="rounds before that; 1 on a CPU, 20 on a GPU")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that a contestant may use")
+    parser.add_argument("--json", type=Path, help="where to put all numbers")
+    chosen = parser.parse_args()
+    gpu = chosen.device == "cuda"
+    everyone = [peer for peer in PEERS if (gpu and peer != "flower") or (not gpu and peer != "sweep")]
+    peers = installed(chosen.peers.split(",") if chosen.peers else everyone)
+    rounds, warmup = chosen.rounds or (30 if gpu else 10), chosen.warmup or (20 if gpu else 1)
+    machine = {
+        "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+        "threads": chosen.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    results: dict[str, Any] = {"machine": machine, "rounds": rounds, "tasks": {}}
+    for name in chosen.tasks.split(","):
+        began = time.time()
+        found = contest(TASKS[name], peers, chosen.device, chosen.threads, warmup, rounds)
+        print(f"\n{table(name, found)}\n\n{time.time() - began:.0f} s", flush=True)
+        results["tasks"][name] = found
+        if chosen.json:
+            chosen.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
