@@ -20,7 +20,8 @@ from fedprior.keys import Purpose
 from fedprior.models import Ensemble
 from fedprior.simulate import Result, RunFolder, Simulation, checkpoint
 from fedprior.simulate.batches import client_batches
-from fedprior.simulate.run import build, final_model
+from fedprior.simulate.run import build
+from fedprior.simulate.server import final_model
 from fedprior.tasks import Task
 
 
@@ -76,7 +77,7 @@ def _restored(
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
     checkpoint.load(folder.checkpoint, sim)
-    return about, task.scale, sim, final_model(sim)
+    return about, task.scale, sim, final_model(algorithm.prior, sim.server, sim.network.module)
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:

@@ -18,11 +18,12 @@ from fedprior.errors import DataError, FedpriorError, RunError
 from fedprior.flower import checkpoint, messages
 from fedprior.flower.job import MAY_CHANGE, Job, Limits
 from fedprior.flower.node import Node
-from fedprior.flower.server import Record, Server
+from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
+from fedprior.simulate.server import Record
 
 log = logging.getLogger("flwr")
 

@@ -15,11 +15,11 @@ from fedprior.em import e_step
 from fedprior.errors import DivergedError, WireError
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
-from fedprior.flower.server import floored
 from fedprior.keys import Purpose
 from fedprior.metrics import accuracy_count, disagreement
 from fedprior.network import Network
 from fedprior.simulate.batches import client_batches
+from fedprior.simulate.server import floored
 
 
 class Order(NamedTuple):

@@ -1,29 +1,23 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
 import copy
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedprior import keys, trees, wire
-from fedprior.em import m_step
-from fedprior.errors import DivergedError
 from fedprior.flower.job import Job
 from fedprior.keys import Purpose
-from fedprior.metrics import ensemble_accuracy, local_accuracy
-from fedprior.models import Ensemble
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
+from fedprior.simulate.server import Record, evaluate, final_model, floored, update
 from fedprior.trees import Tree
 from fedprior.version import __version__
 from fedprior.workers import Workers
-
-Record = dict[str, Any]
 
 
 class Upload(NamedTuple):
@@ -138,39 +132,19 @@ class Server:
 
     def evaluate(self) -> Record:
         """Accuracies and size of the server as it is; the global accuracy needs test examples at the server."""
-        prior, test = self.job.algorithm.prior, self.job.test
-        server = prior.prune(self.state)
-        models = prior.predict(server)
-        accuracy = math.nan
-        if test is not None:
-            workers = Workers(self.network, 1 if self.root.device.type != "cpu" else torch.get_num_threads())
-            accuracy = ensemble_accuracy(workers, models, test.to(self.root.device))
-        size = 1 - prior.effective_parameters(server) / trees.count(models)
-        return {"global_accuracy": accuracy, "local_accuracy": local_accuracy(self.accuracy), "sparsity": size}
+        test, device = self.job.test, self.root.device
+        workers = Workers(self.network, 1 if device.type != "cpu" else torch.get_num_threads())
+        data = test.to(device) if test is not None else None
+        return evaluate(self.job.algorithm.prior, self.state, self.accuracy, workers, data)
 
     def _m_step(self, turn: Round, uploads: Tree) -> Tree:
         """The new state; the old one with the old moments if it is not finite, as in the simulator."""
-        moments = self.optimiser.state() if self.optimiser else {}
-        count = len(next(iter(uploads["weights"].values())))
-        updated = m_step(self.job.algorithm, turn.server, uploads, self.optimiser, count / self.job.clients)
-        if all(bool(leaf.isfinite().all()) for _, leaf in trees.leaves(updated)):
-            return updated
-        if self.optimiser:
-            self.optimiser.load_state(moments)
-        raise DivergedError(
-            f"the server diverged in round {turn.number}: its weights or thresholds are no longer finite. "
-            "The state before that round is kept; lower the server's learning rates"
-        )
+        fraction = len(next(iter(uploads["weights"].values()))) / self.job.clients
+        return update(self.job.algorithm, turn.server, uploads, self.optimiser, fraction, turn.number)
 
     def model(self) -> nn.Module:
         """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-        models = self.job.algorithm.prior.predict(self.job.algorithm.prior.prune(self.state))
-        members = []
-        for k in range(len(next(iter(models.values())))):
-            member = copy.deepcopy(self.network.module)
-            member.load_state_dict(trees.row(models, k), strict=False)
-            members.append(member.eval())
-        return members[0] if len(members) == 1 else Ensemble(members).eval()
+        return final_model(self.job.algorithm.prior, self.state, self.network.module)
 
     def summary(self, records: list[Record]) -> Record:
         """Totals and final values, as the simulator's, and how many replies were refused or missing."""
@@ -192,8 +166,3 @@ class Server:
             "mode": "flower",
             "version": __version__,
         }
-
-
-def floored(state: Tree) -> set[str]:
-    """The layers in which the floor kept a unit."""
-    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}

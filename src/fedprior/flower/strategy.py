@@ -19,8 +19,9 @@ from fedprior.errors import RunError, WireError
 from fedprior.flower import messages
 from fedprior.flower.job import Limits
 from fedprior.flower.node import Order
-from fedprior.flower.server import Record, Round, Server, Upload
+from fedprior.flower.server import Round, Server, Upload
 from fedprior.keys import Purpose
+from fedprior.simulate.server import Record
 
 # Flower's logger: what it says reaches `flwr log`.
 log = logging.getLogger("flwr")

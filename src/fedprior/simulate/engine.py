@@ -3,7 +3,8 @@
 from typing import Protocol
 
 from fedprior.errors import DivergedError, SettingError
-from fedprior.simulate.round import Record, Simulation
+from fedprior.simulate.round import Simulation
+from fedprior.simulate.server import Record
 from fedprior.simulate.together import Together
 
 MODES = ("in-turn", "vectorised", "captured")

@@ -7,26 +7,23 @@ tests hold the two equal.
 import copy
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedprior import keys, trees, wire
 from fedprior.data import FederatedData
-from fedprior.em import Algorithm, m_step
-from fedprior.errors import DivergedError
+from fedprior.em import Algorithm
 from fedprior.keys import Purpose
-from fedprior.metrics import disagreement, ensemble_accuracy, layer_sparsity, local_accuracy
+from fedprior.metrics import disagreement
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.attack import ATTACKS, Attack
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import Cohort, CohortResult, in_turn
+from fedprior.simulate.server import Record, client_diverged, evaluate, floored, update
 from fedprior.trees import Tree
 from fedprior.workers import Workers
-
-Record = dict[str, Any]
 
 
 @dataclass
@@ -66,22 +63,27 @@ class Simulation:
         clients = keys.choose(keys.fold(key, Purpose.COHORT), self.data.clients, self.clients_per_round)
 
         server = prior.prune(self.server)
-        packets, down, floored = self._send_packets(server, clients, key)
+        packets, down, kept = self._send_packets(server, clients, key)
         chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
         result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
         _check_clients(clients, result, number)
-        floored |= _floored(server) | _floored(result.uploads)
+        kept |= floored(server) | floored(result.uploads)
         uploads, up = self._send_uploads(result.uploads, server)
-        self.server = self._m_step(server, uploads, number)
+        self.server = update(self.algorithm, server, uploads, self.optimiser, self.fraction, number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         self.measure(clients, result.correct)
         self.round = number
-        record = self.record(up, down, float(result.loss.mean()), floored, evaluate)
+        record = self.record(up, down, float(result.loss.mean()), kept, evaluate)
         if evaluate:
             record |= disagreement(result.gates, prior.gates(trees.row(packets, 0)))
         self.seconds += time.perf_counter() - start
         return record
+
+    @property
+    def fraction(self) -> float:
+        """The share of all clients that are in a round."""
+        return self.clients_per_round / self.data.clients
 
     def measure(self, clients: list[int], correct: Tensor) -> None:
         """Note what share of their own test examples these clients get right with the models they sent."""
@@ -89,34 +91,16 @@ class Simulation:
         if self.data.labelled:
             self.accuracy[clients] = correct.cpu().double() / sizes
 
-    def record(self, up: int, down: int, loss: float, floored: set[str], evaluate: bool) -> Record:
+    def record(self, up: int, down: int, loss: float, kept: set[str], evaluate: bool) -> Record:
         """What is written down of the round that has just ended."""
         record: Record = {"round": self.round, "bytes_up": up, "bytes_down": down, "train_loss": loss}
-        if floored:
-            record["floored"] = sorted(floored)
+        if kept:
+            record["floored"] = sorted(kept)
         return record | self.evaluate() if evaluate else record
 
     def evaluate(self) -> Record:
         """Accuracies and size of the server as it is."""
-        prior = self.algorithm.prior
-        server = prior.prune(self.server)
-        models = prior.predict(server)
-        return {
-            "global_accuracy": ensemble_accuracy(self.workers, models, self.data),
-            "local_accuracy": local_accuracy(self.accuracy),
-            "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
-            **layer_sparsity(models),
-        }
-
-    def _m_step(self, server: Tree, uploads: Tree, number: int) -> Tree:
-        """The server's new state, or the old one with the old moments if the new one is not finite."""
-        moments = self.optimiser.state() if self.optimiser else {}
-        updated = m_step(self.algorithm, server, uploads, self.optimiser, self.clients_per_round / self.data.clients)
-        if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
-            return updated
-        if self.optimiser:
-            self.optimiser.load_state(moments)
-        raise server_diverged(number)
+        return evaluate(self.algorithm.prior, self.server, self.accuracy, self.workers, self.data)
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
@@ -128,18 +112,18 @@ class Simulation:
         """Broadcast, encode, decode: the packets as the clients see them, stacked, their bytes, and floored layers."""
         prior, layout = self.algorithm.prior, self.algorithm.downlink(server)
         listeners = clients if prior.per_client else clients[:1]
-        packets, total, floored = [], 0, set()
+        packets, total, kept = [], 0, set()
         for client in listeners:
             spoken = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
             packet, size = self._through_wire(spoken, layout)
             packets.append(packet)
             total += size
-            floored |= _floored(spoken)
+            kept |= floored(spoken)
         if prior.per_client:
-            return trees.stack(packets), total, floored
+            return trees.stack(packets), total, kept
         # One packet for all: every client sees the same memory.
         count = len(clients)
-        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count, floored
+        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count, kept
 
     def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
         """Encode, decode: the uploads as the server sees them, in place, and their bytes."""
@@ -201,11 +185,6 @@ def simulation(
     )
 
 
-def _floored(state: Tree) -> set[str]:
-    """The layers in which the floor kept a unit."""
-    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
-
-
 def _check_clients(clients: list[int], result: CohortResult, number: int) -> None:
     """A client whose numbers overflowed is named; nothing has changed at the server yet."""
     finite = result.loss.isfinite()
@@ -213,19 +192,3 @@ def _check_clients(clients: list[int], result: CohortResult, number: int) -> Non
         finite = finite & leaf.flatten(1).sum(1).isfinite() if leaf.dim() > 1 else finite & leaf.isfinite()
     if not bool(finite.all()):
         raise client_diverged(clients[int((~finite).nonzero()[0])], number)
-
-
-def client_diverged(client: int, number: int) -> DivergedError:
-    """What a user reads when a client's numbers overflow."""
-    return DivergedError(
-        f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
-        "The state before that round is kept; lower the learning rates"
-    )
-
-
-def server_diverged(number: int) -> DivergedError:
-    """What a user reads when the server's numbers overflow."""
-    return DivergedError(
-        f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
-        "The state before that round is kept; lower the server's learning rates"
-    )

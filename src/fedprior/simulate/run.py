@@ -1,6 +1,5 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from fedprior import trees
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
-from fedprior.models import Ensemble, check_trainable
+from fedprior.models import check_trainable
 from fedprior.network import Network
 from fedprior.simulate import checkpoint
 from fedprior.simulate.attack import ATTACKS
@@ -22,6 +21,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.simulate.engine import MODES, engine, mode_of
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
+from fedprior.simulate.server import final_model
 from fedprior.version import __version__
 
 Progress = Callable[[Record], None]
@@ -161,7 +161,8 @@ class Job:
 
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
-        module = final_model(self.simulation)
+        sim = self.simulation
+        module = final_model(sim.algorithm.prior, sim.server, sim.network.module)
         summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
         if self.folder:
             parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
@@ -205,17 +206,6 @@ def _due(settings: Settings, number: int, saved: float) -> bool:
     if settings.checkpoint_every is None:
         return time.monotonic() - saved > 20
     return number % settings.checkpoint_every == 0
-
-
-def final_model(sim: Simulation) -> nn.Module:
-    """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-    models = sim.algorithm.prior.predict(sim.algorithm.prior.prune(sim.server))
-    members = []
-    for k in range(len(next(iter(models.values())))):
-        member = copy.deepcopy(sim.network.module)
-        member.load_state_dict(trees.row(models, k), strict=False)
-        members.append(member.eval())
-    return members[0] if len(members) == 1 else Ensemble(members).eval()
 
 
 def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:

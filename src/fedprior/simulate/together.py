@@ -24,7 +24,8 @@ from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
 from fedprior.simulate import streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
-from fedprior.simulate.round import Record, Simulation, client_diverged, server_diverged
+from fedprior.simulate.round import Simulation
+from fedprior.simulate.server import Record, client_diverged, server_diverged
 from fedprior.trees import Gates, Params, Tree
 
 

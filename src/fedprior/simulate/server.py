@@ -1,0 +1,78 @@
+"""What happens at the server alike in a simulation and in a deployment: update, evaluate, and the finished model."""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedprior import trees
+from fedprior.data import FederatedData
+from fedprior.em import Algorithm, m_step
+from fedprior.errors import DivergedError
+from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
+from fedprior.models import Ensemble
+from fedprior.optimisers import TreeOptimiser
+from fedprior.priors import Prior
+from fedprior.trees import Tree
+from fedprior.workers import Workers
+
+Record = dict[str, Any]
+
+
+def update(
+    algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOptimiser | None, fraction: float, number: int
+) -> Tree:
+    """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
+    moments = optimiser.state() if optimiser else {}
+    updated = m_step(algorithm, server, uploads, optimiser, fraction)
+    if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
+        return updated
+    if optimiser:
+        optimiser.load_state(moments)
+    raise server_diverged(number)
+
+
+def evaluate(prior: Prior, state: Tree, accuracy: Tensor, workers: Workers, data: FederatedData | None) -> Record:
+    """Accuracies and size of the server as it is; the global accuracy needs test examples."""
+    server = prior.prune(state)
+    models = prior.predict(server)
+    return {
+        "global_accuracy": ensemble_accuracy(workers, models, data) if data is not None else math.nan,
+        "local_accuracy": local_accuracy(accuracy),
+        "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
+        **layer_sparsity(models),
+    }
+
+
+def final_model(prior: Prior, state: Tree, module: nn.Module) -> nn.Module:
+    """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+    models = prior.predict(prior.prune(state))
+    members = []
+    for k in range(len(next(iter(models.values())))):
+        member = copy.deepcopy(module)
+        member.load_state_dict(trees.row(models, k), strict=False)
+        members.append(member.eval())
+    return members[0] if len(members) == 1 else Ensemble(members).eval()
+
+
+def floored(state: Tree) -> set[str]:
+    """The layers in which the floor kept a unit."""
+    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
+
+
+def client_diverged(client: int, number: int) -> DivergedError:
+    """What a user reads when a client's numbers overflow."""
+    return DivergedError(
+        f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
+        "The state before that round is kept; lower the learning rates"
+    )
+
+
+def server_diverged(number: int) -> DivergedError:
+    """What a user reads when the server's numbers overflow."""
+    return DivergedError(
+        f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
+        "The state before that round is kept; lower the server's learning rates"
+    )
