@@ -17,7 +17,7 @@ from fedprior.errors import DivergedError, FedpriorError, SettingError
 from fedprior.progress import RunProgress
 from fedprior.report import markdown_table, summary_table
 from fedprior.settings import plain
-from fedprior.simulate import Result, RunFolder
+from fedprior.simulate import Result, RunFolder, ranks
 from fedprior.tasks import TASKS, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -102,12 +102,13 @@ def compare(
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
-    RunFolder(folder).check_unused()
+    _check_unused([folder])
     folders, settings = [folder / name for name in names], _settings(set_, data_dir)
     results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings)
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
-    (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+    if ranks.first():
+        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
     console.print(f"{folder / 'table.md'}", highlight=False)
 
 
@@ -141,7 +142,8 @@ def sweep(
             errors.print(f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {outcome}", highlight=False)
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     console.print(summary_table(summaries))
-    (chosen / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+    if ranks.first():
+        (chosen / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
     console.print(f"{chosen / 'table.md'}", highlight=False)
 
 
@@ -203,8 +205,7 @@ def _run(
     for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
     options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
-    for folder in folders:
-        RunFolder(folder).check_unused()
+    _check_unused(folders)
     built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
     total = runs.run_settings({**built.defaults, **given}, built).rounds
     chosen = [
@@ -215,6 +216,12 @@ def _run(
         with RunProgress(console, label or one.name, total) as progress:
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
+
+
+def _check_unused(folders: list[Path]) -> None:
+    """Before anything is computed; of several ranks only the first makes folders."""
+    for folder in folders if ranks.first() else []:
+        RunFolder(folder).check_unused()
 
 
 def _settings(set_: list[str], data_dir: Path | None) -> list[str]:
@@ -233,8 +240,11 @@ def main() -> None:
     """The entry point: errors that are the user's to mend become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
-        # Accepted anywhere on the line, not only before the command.
-        code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+        # `torchrun` has started several of us: the others work in silence.
+        with ranks.joined():
+            console.quiet = errors.quiet = not ranks.first()
+            # Accepted anywhere on the line, not only before the command.
+            code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except (FedpriorError, UsageError, OSError) as error:

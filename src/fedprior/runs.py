@@ -12,7 +12,7 @@ from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
-from fedprior.simulate import checkpoint
+from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
@@ -55,9 +55,9 @@ def start_job(
     sim = build(algorithm, task.network, task.data, settings)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     folder = RunFolder(Path(out)) if out is not None else None
-    if folder:
+    if folder and ranks.first():
         folder.create(_config(task, algorithm, settings, label))
-    return Job(sim, settings, about, folder)
+    return Job(sim, settings, about, folder if ranks.first() else None)
 
 
 def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
@@ -67,7 +67,8 @@ def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, la
         return start_job(task, algorithm, settings, out, label)
     about, kept, _, _ = read_config(folder)
     sim = build(algorithm, task.network, task.data, kept)
-    return Job(sim, kept, {**about, "seed": kept.seed}, folder, _catch_up(folder, sim))
+    records = _catch_up(folder, sim)
+    return Job(sim, kept, {**about, "seed": kept.seed}, folder if ranks.first() else None, records)
 
 
 def resume(
@@ -91,14 +92,15 @@ def resume(
         algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
     sim = build(algorithm, task.network, task.data, chosen)
     records = _catch_up(folder, sim)
-    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, folder, records, progress)]))
+    kept = folder if ranks.first() else None
+    return _one(drive([Job(sim, chosen, {**about, "seed": chosen.seed}, kept, records, progress)]))
 
 
 def _catch_up(folder: RunFolder, sim: Simulation) -> list[Record]:
     """Put a simulation where its checkpoint left it, and return the records up to there."""
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    return folder.truncate(sim.round, expected)
+    return folder.truncate(sim.round, expected, write=ranks.first())
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:
