@@ -55,8 +55,8 @@ def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
             return "in-turn"
         raise SettingError("this local optimiser does not act element by element, so clients must train in turn")
     if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
-        why = f"{stuck[0]} counts its steps on the host" if stuck else "there are several ranks"
-        why = why if on_gpu else "there is no CUDA device"
+        why = "there is no CUDA device" if not on_gpu else "several ranks share it"
+        why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why
         raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
     if wanted != "auto":
         return wanted
