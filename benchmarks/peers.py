@@ -30,6 +30,7 @@ from contestants.turns import Turns
 PEERS = {
     "fedavg": ("contestants.ours", "fedavg", "fedprior"),
     "fedsparse": ("contestants.ours", "fedsparse", "fedprior"),
+    "streamed": ("contestants.ours", "streamed", "fedprior"),
     "sweep": ("contestants.ours", "sweep", "fedprior"),
     "plain": ("contestants.plain", "play", "torch"),
     "pfl": ("contestants.pfl_research", "play", "pfl"),
@@ -186,14 +187,16 @@ def main() -> None:
         default=",".join(name for name in TASKS if name != "smoke"),
         help=f"separated by commas: {', '.join(TASKS)}",
     )
-    parser.add_argument("--peers", help=f"separated by commas: {', '.join(PEERS)}; all but sweep on a CPU")
+    parser.add_argument(
+        "--peers", help=f"separated by commas: {', '.join(PEERS)}; usually all that make sense on the device"
+    )
     parser.add_argument("--rounds", type=int, help="timed rounds of each; 10 on a CPU, 30 on a GPU")
     parser.add_argument("--warmup", type=int, help="rounds before that; 1 on a CPU, 20 on a GPU")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that a contestant may use")
     parser.add_argument("--json", type=Path, help="where to put all numbers")
     chosen = parser.parse_args()
     gpu = chosen.device == "cuda"
-    everyone = [peer for peer in PEERS if (gpu and peer != "flower") or (not gpu and peer != "sweep")]
+    everyone = [peer for peer in PEERS if peer not in (("flower",) if gpu else ("streamed", "sweep"))]
     peers = installed(chosen.peers.split(",") if chosen.peers else everyone)
     rounds, warmup = chosen.rounds or (30 if gpu else 10), chosen.warmup or (20 if gpu else 1)
     machine = {

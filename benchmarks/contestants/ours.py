@@ -14,9 +14,16 @@ from fedprior.simulate.run import Settings, build
 
 
 def play(
-    task: Task, device: str, threads: int, turns: Turns, *, name: str, runs: tuple[tuple[int, dict[str, Any]], ...]
+    task: Task,
+    device: str,
+    threads: int,
+    turns: Turns,
+    *,
+    name: str,
+    runs: tuple[tuple[int, dict[str, Any]], ...],
+    where: str = "auto",
 ) -> None:
-    """Rounds of one run, or of several together: a seed and an algorithm's settings each."""
+    """Rounds of one run, or of several together: a seed and an algorithm's settings each; `where` the data are kept."""
     torch.set_num_threads(threads)
     x, y, starts = task.data()
     shards = Shards(torch.arange(starts[-1]), torch.tensor(starts).numpy())
@@ -25,7 +32,7 @@ def play(
     network = fedprior.Network(task.module(), x[0])
     simulations = []
     for seed, options in runs:
-        settings = Settings(clients_per_round=task.cohort, batch_size=task.batch, seed=seed, device=device)
+        settings = Settings(clients_per_round=task.cohort, batch_size=task.batch, seed=seed, device=device, data=where)
         algorithm = fedprior.algorithm(name, network, local_optimiser=f"SGD(lr={LR})", **options)
         simulations.append(build(algorithm, network, data, settings))
     driver = engine(simulations, mode_of("auto", "auto", simulations[0]))
@@ -36,4 +43,5 @@ def play(
 SWEPT = tuple((seed, {"lambda0": lambda0}) for lambda0 in (5e-7, 5e-6, 5e-5) for seed in (0, 1, 2))
 fedavg = partial(play, name="fedavg", runs=((0, {}),))
 fedsparse = partial(play, name="fedsparse", runs=((0, {}),))
+streamed = partial(play, name="fedavg", runs=((0, {}),), where="host")
 sweep = partial(play, name="fedsparse", runs=SWEPT)

@@ -21,7 +21,8 @@ from fedprior.report.tensorboard import TensorBoard
 from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
-from fedprior.simulate import Result, RunFolder
+from fedprior.simulate import Result, RunFolder, ranks
+from fedprior.simulate.server import Record
 from fedprior.tasks import TASKS, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -121,13 +122,19 @@ def compare(
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
-    RunFolder(folder).check_unused()
+    _check_unused([folder])
     folders, settings = [folder / name for name in names], _settings(set_, data_dir)
     results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard)
     summaries = [r.summary for r in results]
     console.print(summary_table(summaries))
-    (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-    write_report([folder], folder / "report.html", repeat=repeat_command)
+    _write_tables(folder, summaries)
+
+
+def _write_tables(folder: Path, summaries: list[Record]) -> None:
+    """The table and the page of several runs, and where they are."""
+    if ranks.first():
+        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+        write_report([folder], folder / "report.html", repeat=repeat_command)
     for name in ("table.md", "report.html"):
         console.print(f"{folder / name}", highlight=False)
 
@@ -162,10 +169,7 @@ def sweep(
             errors.print(f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {outcome}", highlight=False)
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     console.print(summary_table(summaries))
-    (chosen / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-    write_report([chosen], chosen / "report.html", repeat=repeat_command)
-    for name in ("table.md", "report.html"):
-        console.print(f"{chosen / name}", highlight=False)
+    _write_tables(chosen, summaries)
 
 
 def _watch(group: list[sweeps.Spec], rounds: int) -> RunProgress:
@@ -250,8 +254,7 @@ def _run(
     for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
     options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
-    for folder in folders:
-        RunFolder(folder).check_unused()
+    _check_unused(folders)
     built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
     total = runs.run_settings({**built.defaults, **given}, built).rounds
     chosen = [
@@ -264,6 +267,12 @@ def _run(
             progress.also = board
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
+
+
+def _check_unused(folders: list[Path]) -> None:
+    """Before anything is computed; of several ranks only the first makes folders."""
+    for folder in folders if ranks.first() else []:
+        RunFolder(folder).check_unused()
 
 
 def _settings(set_: list[str], data_dir: Path | None) -> list[str]:
@@ -282,8 +291,11 @@ def main() -> None:
     """The entry point: errors that are the user's to mend become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
-        # Accepted anywhere on the line, not only before the command.
-        code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+        # `torchrun` has started several of us: the others work in silence.
+        with ranks.joined():
+            console.quiet = errors.quiet = not ranks.first()
+            # Accepted anywhere on the line, not only before the command.
+            code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except (FedpriorError, UsageError, OSError) as error:

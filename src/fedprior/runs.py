@@ -14,7 +14,7 @@ from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
 from fedprior.settings import Option, convert, nearest, plain
-from fedprior.simulate import checkpoint
+from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
 from fedprior.tasks import TASKS, Task, task_options
@@ -57,10 +57,10 @@ def start_job(
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None
-    if folder:
+    if folder and ranks.first():
         folder.create(_config(task, algorithm, settings, label, partition))
         _keep_partition(folder, task.data, partition)
-    return Job(sim, settings, about, folder)
+    return Job(sim, settings, about, folder if ranks.first() else None)
 
 
 def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
@@ -80,12 +80,14 @@ def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm) -> Job:
         raise RunError(
             f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
         )
-    _keep_partition(folder, task.data, partition)
+    if ranks.first():
+        _keep_partition(folder, task.data, partition)
     sim = build(algorithm, task.network, task.data, settings)
     about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
-    return Job(sim, settings, about, folder, folder.truncate(sim.round, expected), clock=sim.seconds)
+    records = folder.truncate(sim.round, expected, write=ranks.first())
+    return Job(sim, settings, about, folder if ranks.first() else None, records, clock=sim.seconds)
 
 
 def resume(

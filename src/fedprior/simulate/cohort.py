@@ -12,6 +12,7 @@ from fedprior.em import Algorithm, e_step
 from fedprior.keys import Purpose
 from fedprior.metrics import accuracy_count
 from fedprior.network import Network
+from fedprior.simulate import ranks
 from fedprior.simulate.attack import Attack
 from fedprior.simulate.batches import Schedule, client_batches
 from fedprior.trees import Tree
@@ -48,11 +49,12 @@ def in_turn(
     key: Tensor,
     attack: Attack | None = None,
 ) -> CohortResult:
-    """One client after another, on as many cores as there are workers."""
+    """One client after another, on as many cores as there are workers; where there are several ranks, their share."""
+    places = ranks.share(len(cohort.clients))
+    stacked = trees.Stack(len(places))
 
-    stacked = trees.Stack(len(cohort.clients))
-
-    def train(network: Network, position: int) -> None:
+    def train(network: Network, place: int) -> None:
+        position = places[place]
         client = cohort.clients[position]
         client_key = keys.fold(key, client)
         batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
@@ -63,10 +65,10 @@ def in_turn(
         params = algorithm.prior.realise(step.upload, packet)
         x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
         correct = accuracy_count(network, params, x, y)
-        stacked.put(position, (*step, correct))
+        stacked.put(place, (*step, correct))
 
-    workers.map(train, range(len(cohort.clients)))
-    return CohortResult(*stacked.rows)
+    workers.map(train, range(len(places)))
+    return CohortResult(*ranks.gather(stacked.rows, len(cohort.clients)))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

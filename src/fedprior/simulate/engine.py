@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from fedprior.errors import DivergedError, SettingError
+from fedprior.simulate import ranks
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record
 from fedprior.simulate.together import Together
@@ -54,11 +55,12 @@ def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
         if wanted == "auto":
             return "in-turn"
         raise SettingError("this local optimiser does not act element by element, so clients must train in turn")
-    if wanted == "captured" and (not on_gpu or stuck):
-        why = f"{stuck[0]} counts its steps on the host" if on_gpu else "there is no CUDA device"
+    if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
+        why = "there is no CUDA device" if not on_gpu else "several ranks share it"
+        why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why
         raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
     if wanted != "auto":
         return wanted
     if not on_gpu or wire == "encode":
         return "in-turn"
-    return "vectorised" if stuck else "captured"
+    return "vectorised" if stuck or ranks.count() > 1 else "captured"

@@ -88,15 +88,19 @@ class RunFolder:
             raise RunError(f"{self.rounds} is damaged: a line is not a record")
         return records
 
-    def truncate(self, rounds: int, expected: str) -> list[Record]:
-        """Forget what was recorded after the checkpoint, which expects records of this checksum before it."""
+    def truncate(self, rounds: int, expected: str, *, write: bool = True) -> list[Record]:
+        """Forget what was recorded after the checkpoint, which expects records of this checksum before it.
+
+        `write`: in the file as well; of several ranks only one does.
+        """
         records = self.records()[:rounds]
         if [record.get("round") for record in records] != list(range(1, rounds + 1)):
             raise RunError(f"{self.rounds} does not hold rounds 1 to {rounds} of its checkpoint")
         if checksum(records) != expected:
             raise RunError(f"{self.checkpoint} does not belong to the records in {self.rounds}")
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        write_atomically(self.rounds, text.encode())
+        if write:
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            write_atomically(self.rounds, text.encode())
         return records
 
     def read_summary(self) -> Record:

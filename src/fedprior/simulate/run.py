@@ -15,7 +15,7 @@ from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
 from fedprior.models import check_trainable
 from fedprior.network import Network
-from fedprior.simulate import checkpoint
+from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.engine import MODES, engine, mode_of
@@ -85,9 +85,9 @@ class Settings:
     def resolved_device(self) -> torch.device:
         """The device to run on."""
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return ranks.gpu() if torch.cuda.is_available() else torch.device("cpu")
         try:
-            device = torch.device(self.device)
+            device = ranks.gpu() if self.device == "cuda" and torch.cuda.is_available() else torch.device(self.device)
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError) as error:
             raise SettingError(f"device {self.device!r} is not available here") from error

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedprior import keys, trees, wire
-from fedprior.em import Algorithm, e_step, m_step
+from fedprior.em import Algorithm, EStep, e_step, m_step
 from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
-from fedprior.simulate import streaming
+from fedprior.simulate import ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record, client_diverged, server_diverged
@@ -164,7 +164,8 @@ class Together:
         ]
         memory = trees.stack(remembered) if self.blank else {}
         chosen, key = torch.tensor(clients), torch.stack(round_keys)
-        examples = streaming.cohort_examples(pairs, plan.capacity, shape.tests, self.device) if self.streamed else {}
+        mine = [pairs[place] for place in ranks.share(len(pairs))]
+        examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
         inputs = Inputs(_to_device(chosen, self.device), _to_device(key, self.device), memory, examples)
         return clients, shape, inputs
 
@@ -186,15 +187,16 @@ class Together:
         packets, down, floored = self._packets(server, inputs)
         flat = (inputs.clients + self.base).flatten()
         client_keys = keys.fold(inputs.key[:, None], inputs.clients).flatten()
+        everyone = number * self.cohort
+        flat, client_keys, own, memory = ranks.own((flat, client_keys, packets, inputs.memory), everyone)
         order = keys.fold(client_keys, Purpose.BATCHES)
         examples = self._examples("train", inputs, flat)
         batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
-        step = e_step(
-            algorithm, first.network, packets, batches, client_keys, inputs.memory, vectorised=True, tamper=tamper
-        )
-        params = vmap(prior.realise)(step.upload, packets)
+        step = e_step(algorithm, first.network, own, batches, client_keys, memory, vectorised=True, tamper=tamper)
+        params = vmap(prior.realise)(step.upload, own)
         correct = self._correct(params, *self._examples("test", inputs, flat), shape.tests)
+        step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
         loss = step.loss.unflatten(0, (number, self.cohort))
