@@ -8,48 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
+from small_world import CLASSES, small_clients, small_net
 
 torch.set_num_threads(1)
-
-CLASSES = 4
-
-
-class SmallNet(nn.Module):
-    """Convolution, pool, two linear layers on 8×8 images; optionally with dropout of both kinds."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.pool = nn.MaxPool2d(2)
-        self.drop2d = nn.Dropout2d(dropout)
-        self.fc1 = nn.Linear(4 * 9, 12)
-        self.drop = nn.Dropout(dropout)
-        self.fc2 = nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop2d(self.pool(torch.relu(self.conv(x))))
-        return self.fc2(self.drop(torch.relu(self.fc1(x.flatten(1)))))
-
-
-def small_net(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> SmallNet:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return SmallNet(dropout).to(dtype)
-
-
-def small_clients(
-    sizes: Sequence[int], test_sizes: Sequence[int] | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Noisy images of one pattern a class: something that can be learnt."""
-    draw = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(CLASSES, 1, 8, 8, generator=draw)
-
-    def images(count: int) -> tuple[Tensor, Tensor]:
-        y = torch.randint(CLASSES, (count,), generator=draw)
-        return (patterns[y] + 0.7 * torch.randn(count, 1, 8, 8, generator=draw)).to(dtype), y
-
-    tests = test_sizes if test_sizes is not None else [4 + i % 3 for i in range(len(sizes))]
-    return [(*images(size), *images(test)) for size, test in zip(sizes, tests, strict=True)]
 
 
 @pytest.fixture

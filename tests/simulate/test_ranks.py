@@ -41,7 +41,7 @@ with ranks.joined():
 
 def outcome(name, settings):
     """A run's records and its server in one list of numbers."""
-    from conftest import small_clients, small_net
+    from small_world import small_clients, small_net
 
     clients = small_clients((5, 11, 2, 8, 9, 3))
     options = {"rounds": 3, "clients_per_round": 3, "batch_size": 4, "evaluate_every": 2, "device": "cpu"}
