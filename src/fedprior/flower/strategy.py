@@ -37,10 +37,7 @@ class HardEM(Strategy):
 
     def __init__(self, server: Server, limits: Limits, keep: Callable[[Record], None] = lambda record: None) -> None:
         self.server, self.limits, self.keep = server, limits, keep
-        cohort = server.job.settings.clients_per_round
-        self.min_replies = limits.min_replies or -(-cohort // 2)
-        if self.min_replies > cohort:
-            raise RunError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
+        self.min_replies = limits.needed(server.job.settings.clients_per_round)
         self.clients: dict[int, int] = {}
         """The client that each node is, of the nodes that have introduced themselves."""
         self.asked: dict[str, Message] = {}
@@ -269,8 +266,8 @@ def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
 def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
     """What has come back, one message after the other.
 
-    Flower unpacks a reply while it is pulled, by what stands in the reply itself. One that cannot be unpacked would take
-    all that are pulled with it; and one that names another message would be held to be another node's.
+    Flower unpacks a reply while it is pulled, by what stands in the reply itself. One that cannot be unpacked would
+    take all that are pulled with it; and one that names another message would be held to be another node's.
     """
     replies: list[Message] = []
     for name, message in waiting.items():
