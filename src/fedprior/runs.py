@@ -74,6 +74,8 @@ def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, la
 def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm) -> Job:
     """A run at its last checkpoint, with the settings it recorded."""
     about, settings, _, _ = read_config(folder)
+    if "flower" in folder.read_config():
+        raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
     partition = task.data.fingerprint()
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:
