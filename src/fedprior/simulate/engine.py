@@ -53,7 +53,9 @@ def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
     if wanted != "in-turn" and not algorithm.vectorises:
         if wanted == "auto":
             return "in-turn"
-        raise SettingError("this local optimiser does not act element by element, so clients must train in turn")
+        raise SettingError(
+            "an optimiser does not act element by element, so clients must train in turn: set mode=in-turn"
+        )
     if wanted == "captured" and (not on_gpu or stuck):
         why = f"{stuck[0]} counts its steps on the host" if on_gpu else "there is no CUDA device"
         raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
