@@ -150,14 +150,19 @@ def sweep(
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir)), chosen, options)
-    left = [spec for spec in specs if not RunFolder(spec.out).summary.exists()]
+    left = sweeps.unfinished(specs)
     outcomes = sweeps.train(left, _watch)
     for spec, outcome in zip(left, outcomes, strict=True):
         if isinstance(outcome, DivergedError):
             errors.print(
-                f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {escape(str(outcome))}", highlight=False
+                f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {escape(str(outcome))}",
+                highlight=False,
+                soft_wrap=True,
             )
-    _conclude([RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()], chosen)
+    summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
+    if not summaries:
+        raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
+    _conclude(summaries, chosen)
 
 
 def _conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
