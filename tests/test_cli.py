@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and how it says no."""
 
+import ast
 import html
 import json
 import os
@@ -18,6 +19,10 @@ from torch import nn
 
 import fedprior
 from fedprior import cli
+from fedprior.algorithms import algorithm_settings
+from fedprior.repeat import repeat_command
+from fedprior.report import read_run
+from fedprior.settings import plain
 
 
 @pytest.fixture
@@ -134,6 +139,44 @@ def test_the_command_on_the_page_repeats_the_run(shell, tmp_path):
     assert shell(*command[1:], "--out", "two")[0] == 0
     for name in ("config.toml", "rounds.jsonl", "partition.json"):
         assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+
+
+def test_the_command_says_a_general_default_where_the_task_has_another(tmp_path):
+    task = fedprior.task("mnist-mini", clients=3)
+    general = fedprior.algorithm("fedavg", task.network)  # without the Adam that the task has for it
+    fedprior.run(task, general, rounds=1, clients_per_round=1, local_steps=1, batch_size=32, out=tmp_path / "run")
+    words = shlex.split(repeat_command(read_run(tmp_path / "run")))
+    default = algorithm_settings("fedavg", {})["server_optimiser"]
+    assert f"server_optimiser={plain(default)}" in words
+    assert "batch_size=32" in words
+
+
+def test_labels_and_paths_may_hold_anything(shell, tmp_path):
+    label = '[/b] """ | \\ {x} [bold]'
+    code, out, err = shell("run", "tiny", "--algorithm", "fedsparse", "--out", "[a]", "--label", label)
+    assert (code, err) == (0, "")
+    assert label in out
+    assert out.rstrip().endswith("[a]")
+    for words in (("watch", "[a]", "--once"), ("evaluate", "[a]"), ("export", "[a]", "--to", "[small]", "--no-onnx")):
+        code, out, err = shell(*words)
+        assert (code, err) == (0, "")
+        assert '[/b] """' in out
+    # The label stands in the docstring of model.py, and nowhere else.
+    assert label in ast.get_docstring(ast.parse((tmp_path / "[small]" / "model.py").read_text()))
+
+
+def test_a_sweep_names_its_seeds_and_survives_when_all_diverge(shell, tmp_path):
+    assert shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0,1", "--rounds", 1, "--out", "good")[0] == 0
+    table = (tmp_path / "good" / "table.md").read_text()
+    assert "seed 0, 1, cpu" in table
+    assert "| fedavg (0) |" in table
+    assert "| fedavg (1) |" in table
+    wild = ("--set", "local_optimiser=SGD(lr=1e30)")
+    code, out, err = shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0", *wild, "--out", "bad")
+    assert code == 0
+    assert "fedavg, seed 0" in err
+    assert "no run was finished" in out
+    assert (tmp_path / "bad" / "report.html").exists()
 
 
 def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):

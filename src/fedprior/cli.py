@@ -3,16 +3,18 @@
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from fedprior import commands, runs, sweeps
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
+from fedprior.commands import console
 from fedprior.errors import DivergedError, FedpriorError, SettingError
 from fedprior.progress import RunProgress
 from fedprior.repeat import repeat_command
@@ -22,7 +24,6 @@ from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
 from fedprior.simulate import Result, RunFolder, ranks
-from fedprior.simulate.server import Record
 from fedprior.tasks import TASKS, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -33,8 +34,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# What is piped to a file need not fit a terminal of 80 columns.
-console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
 # typer brings its own copy of click or depends on it; either way this is the base of errors in the command line.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -64,7 +63,7 @@ def options(
 ) -> None:
     """Options before the command."""
     if version:
-        console.print(__version__, highlight=False)
+        console.print(__version__)
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), nl=False)
@@ -99,7 +98,7 @@ def run_command(
         tensorboard,
     )
     console.print(summary_table([r.summary for r in result]))
-    console.print(f"{folder}", highlight=False)
+    console.print(f"{folder}", soft_wrap=True)
 
 
 @app.command()
@@ -125,18 +124,7 @@ def compare(
     _check_unused([folder])
     folders, settings = [folder / name for name in names], _settings(set_, data_dir)
     results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard)
-    summaries = [r.summary for r in results]
-    console.print(summary_table(summaries))
-    _write_tables(folder, summaries)
-
-
-def _write_tables(folder: Path, summaries: list[Record]) -> None:
-    """The table and the page of several runs, and where they are."""
-    if ranks.first():
-        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
-        write_report([folder], folder / "report.html", repeat=repeat_command)
-    for name in ("table.md", "report.html"):
-        console.print(f"{folder / name}", highlight=False)
+    _conclude([r.summary for r in results], folder)
 
 
 @app.command()
@@ -162,14 +150,29 @@ def sweep(
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir)), chosen, options)
-    left = [spec for spec in specs if not RunFolder(spec.out).summary.exists()]
+    left = sweeps.unfinished(specs)
     outcomes = sweeps.train(left, _watch)
     for spec, outcome in zip(left, outcomes, strict=True):
         if isinstance(outcome, DivergedError):
-            errors.print(f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {outcome}", highlight=False)
+            errors.print(
+                f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {escape(str(outcome))}",
+                highlight=False,
+                soft_wrap=True,
+            )
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
+    if not summaries:
+        raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
+    _conclude(summaries, chosen)
+
+
+def _conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
+    """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
     console.print(summary_table(summaries))
-    _write_tables(chosen, summaries)
+    if ranks.first():
+        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+        write_report([folder], folder / "report.html", repeat=repeat_command)
+    for name in ("table.md", "report.html"):
+        console.print(f"{folder / name}", soft_wrap=True)
 
 
 def _watch(group: list[sweeps.Spec], rounds: int) -> RunProgress:
@@ -234,8 +237,9 @@ def algorithms() -> None:
     """List the algorithms: prior, M-step and settings."""
     for name in ALGORITHMS:
         settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
-        console.print(f"[bold]{name}[/]  prior: {entry(name).prior}  M-step: {entry(name).m_step}", highlight=False)
-        console.print(Padding(escape(settings), (0, 0, 1, 4)), highlight=False)
+        about = f"  prior: {entry(name).prior}  M-step: {entry(name).m_step}"
+        console.print(Text.assemble((name, "bold"), about))
+        console.print(Padding(settings, (0, 0, 1, 4)))
 
 
 def _run(

@@ -17,7 +17,8 @@ from fedprior.report.watch import watch
 from fedprior.report.write import write_report
 
 # What is piped to a file need not fit a terminal of 80 columns.
-console = Console(width=None if sys.stdout.isatty() else 120)
+# Labels and paths are shown as they are, brackets and all.
+console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
 SHOWN = 20
 
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
@@ -44,9 +45,9 @@ def report_command(
     """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
     written, broken = write_report(folders, out, figures_to=figures, tables_to=tables, repeat=repeat_command)
     for one in broken:
-        console.print(f"left out: {one.path}: {one.reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"left out: {one.path}: {one.reason}", soft_wrap=True)
     for path in written:
-        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+        console.print(str(path), soft_wrap=True)
 
 
 def watch_command(
@@ -69,18 +70,17 @@ def export_command(
     """Write the run's network without its closed units, as plain torch and as ONNX."""
     found = deploy.export(run, to, personalise=personalise, onnx=onnx, align=align)
     console.print(_sizes_table(found))
-    console.print(f"milliseconds: {found['timing']}", highlight=False)
+    console.print(f"milliseconds: {found['timing']}")
     units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
-    console.print(f"units left: {units or 'all'}", highlight=False)
+    console.print(f"units left: {units or 'all'}")
     for name, compared in found["compared"].items():
         console.print(
             f"{name}: outputs equal the full network's to {compared['largest_difference']:.1e}, "
             f"and {compared['same_predictions']:,} of {compared['inputs']:,} predictions",
-            highlight=False,
         )
     for note in found["notes"]:
-        console.print(note, highlight=False, markup=False)
-    console.print(str(to), highlight=False)
+        console.print(note)
+    console.print(str(to))
 
 
 def predict_command(
@@ -96,13 +96,13 @@ def predict_command(
         table.add_row(row.name, str(row.label), f"{row.probability:.3f}")
     console.print(table)
     if len(found) > SHOWN:
-        console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"), highlight=False)
+        console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"))
     if out:
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["input", "class", "probability"])
             writer.writerows(found)
-        console.print(str(out), highlight=False)
+        console.print(str(out))
 
 
 def evaluate_command(

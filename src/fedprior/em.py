@@ -41,8 +41,9 @@ class Algorithm:
 
     @property
     def vectorises(self) -> bool:
-        """Whether a stacked cohort can share its local optimisers."""
-        return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in self.local.values())
+        """Whether a stacked cohort can share its local optimisers, and stacked runs those of their servers."""
+        optimisers = [*self.local.values(), *(self.server or {}).values()]
+        return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in optimisers)
 
     def init(self, params: Params) -> Tree:
         """The server's state from a dense model."""

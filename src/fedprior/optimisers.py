@@ -1,7 +1,8 @@
 """torch.optim on trees: any of its optimisers, for one client, a stacked cohort, or the server.
 
 Almost all of torch's optimisers act element by element, so one step on parameters stacked over a cohort is one step of
-each client's own optimiser. Those that do not are listed here, and the simulator then trains clients in turn.
+each client's own optimiser, and so it is for the servers of stacked runs. Those that do not are listed here, and the
+simulator then trains clients in turn.
 """
 
 import ast

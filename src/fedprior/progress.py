@@ -17,7 +17,7 @@ class RunProgress:
         """Who else is told of every round."""
         self.accuracy = ""
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # a label may hold brackets
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -1,4 +1,4 @@
-"""The command that trains a run again, from its config: only what is not a default."""
+"""The command that trains a run again, from its config: what is a default everywhere is left out."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,6 +12,11 @@ from fedprior.tasks import TASKS, task_options
 
 FLAGS = ("seed", "rounds")
 ABOUT = ("task", "algorithm", "label")
+TUNED = (
+    *("batch_size", "evaluate_every", "server_optimiser", "server_threshold_optimiser", "structured"),
+    *("strength", "conv_rate", "linear_rate", "output_rate"),
+)
+"""Tasks have defaults of their own for these, which only a built task knows: they are always said."""
 
 
 def repeat_command(run: Run) -> str:
@@ -35,7 +40,11 @@ def repeat_command(run: Run) -> str:
 
 
 def _changed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in defaults or value != plain(defaults[key])}
+    return {
+        key: value
+        for key, value in given.items()
+        if key in TUNED or key not in defaults or value != plain(defaults[key])
+    }
 
 
 def _text(value: Any) -> str:

@@ -22,6 +22,8 @@ from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
 RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
+HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "workers", "wire", "checkpoint_every"})
+"""Settings that say where and how a run is computed, not what."""
 
 
 def run(
@@ -68,12 +70,28 @@ def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, la
     folder = RunFolder(out)
     if not folder.config.exists():
         return start_job(task, algorithm, settings, out, label)
-    return _reopen(folder, task, algorithm)
+    return _reopen(folder, task, algorithm, settings)
 
 
-def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm) -> Job:
-    """A run at its last checkpoint, with the settings it recorded."""
-    about, settings, _, _ = read_config(folder)
+def check_same(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str) -> None:
+    """Refuse to go on with a run that was started with other settings; where it is computed may change."""
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        return
+    recorded, expected = folder.read_config(), _config(task, algorithm, settings, label, "")
+    for table in ("run", "task", "algorithm"):
+        for key in {**expected[table], **recorded[table]}:
+            was, now = recorded[table].get(key), expected[table].get(key)
+            if key not in HERE_ONLY and was != now:
+                raise RunError(f"{out} has {key} = {was}, not {now}; delete it, or choose another --out")
+
+
+def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Settings | None = None) -> Job:
+    """A run at its last checkpoint, with the settings it recorded unless there are others."""
+    about, recorded_settings, _, _ = read_config(folder)
+    settings = settings or recorded_settings
+    if "flower" in folder.read_config():
+        raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
     partition = task.data.fingerprint()
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:

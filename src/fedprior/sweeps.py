@@ -14,7 +14,8 @@ from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
 from fedprior.settings import plain
 from fedprior.simulate.engine import mode_of
-from fedprior.simulate.run import Job, Progress, Result, Settings, drive
+from fedprior.simulate.folder import RunFolder
+from fedprior.simulate.run import Job, Progress, Result, Settings, check_cohort, drive
 from fedprior.tasks import Task
 from fedprior.tasks import task as named_task
 
@@ -42,6 +43,8 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     """Train every spec, from its checkpoint where it has one; outcomes are in the order of the specs."""
     tasks: dict[str, Task] = {}
     built = [_build(spec, tasks) for spec in specs]
+    for spec, parts in zip(specs, built, strict=True):  # everything is checked before anything is trained
+        runs.check_same(*parts, spec.out, spec.label)
     outcomes: dict[int, Outcome] = {}
     for places in _mates(specs, built):
         group = [specs[place] for place in places]
@@ -52,12 +55,22 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     return [outcomes[place] for place in range(len(specs))]
 
 
+def unfinished(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs that are still to be trained; a folder that holds a run with other settings is an error."""
+    tasks: dict[str, Task] = {}
+    finished = [spec for spec in specs if RunFolder(spec.out).summary.exists()]
+    for spec in finished:
+        runs.check_same(*_build(spec, tasks), spec.out, spec.label)
+    return [spec for spec in specs if spec not in finished]
+
+
 def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | None]:
     return nullcontext()
 
 
 def _build(spec: Spec, tasks: dict[str, Task]) -> tuple[Task, Algorithm, Settings]:
     """A spec's task, algorithm and settings; specs of one task and seed share the task."""
+    runs.run_settings({"seed": spec.seed})  # a seed of more than 64 bits is refused in words
     key = repr((spec.task, spec.seed, sorted(spec.task_options.items())))
     if key not in tasks:
         tasks[key] = named_task(spec.task, seed=spec.seed, **spec.task_options)
@@ -65,6 +78,7 @@ def _build(spec: Spec, tasks: dict[str, Task]) -> tuple[Task, Algorithm, Setting
     given = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
     algorithm = named_algorithm(spec.algorithm, task.network, **given)
     settings = runs.run_settings({**task.defaults, **spec.run, "seed": spec.seed}, task)
+    check_cohort(settings, task.data)
     return task, algorithm, settings
 
 
@@ -73,18 +87,23 @@ def _mates(specs: Sequence[Spec], built: Sequence[tuple[Task, Algorithm, Setting
     groups: dict[str, list[int]] = {}
     for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):
         fixed = {key: plain(v) for key, v in algorithm.settings.items() if key not in algorithm.prior.scalars}
-        alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), id(task.data.x)]
+        data = [task.data.clients, id(task.data.x), id(task.data.test_x)]
+        alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), data]
         groups.setdefault(json.dumps(alike, default=str), []).append(place)
     return list(groups.values())
 
 
 def _drive(jobs: list[Job]) -> list[Outcome]:
-    """Together where the mode allows it and the runs are equally far, else one after the other."""
+    """Together where the mode allows it, those that are equally far; else one after the other."""
     settings, first = jobs[0].settings, jobs[0].simulation
-    even = len({job.simulation.round for job in jobs}) == 1
-    if mode_of(settings.mode, settings.wire, first) != "in-turn" and even:
-        return drive(jobs)
-    return [outcome for job in jobs for outcome in drive([job])]
+    in_turn = mode_of(settings.mode, settings.wire, first) == "in-turn"
+    groups: dict[int, list[int]] = {}
+    for place, job in enumerate(jobs):
+        groups.setdefault(place if in_turn else job.simulation.round, []).append(place)
+    outcomes: dict[int, Outcome] = {}
+    for places in groups.values():
+        outcomes |= dict(zip(places, drive([jobs[place] for place in places]), strict=True))
+    return [outcomes[place] for place in range(len(jobs))]
 
 
 def plan(
@@ -96,6 +115,8 @@ def plan(
     options: Mapping[str, Any],
 ) -> list[Spec]:
     """One spec for each combination of the settings' values and each seed; `options` are of the run."""
+    if "seed" in settings:
+        raise SettingError("a sweep has several seeds; name them with --seeds")
     varied = [key for key, text in settings.items() if len(_values(text)) > 1]
     specs = []
     for chosen in grid(settings):
@@ -114,6 +135,8 @@ def plan(
                     algorithm_settings=for_algorithm[algorithm],
                 )
             )
+    if len({spec.out for spec in specs}) < len(specs):
+        raise SettingError("a seed or a value of a setting is given twice; each run needs a folder of its own")
     return specs
 
 
@@ -125,7 +148,7 @@ def grid(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _values(text: str) -> list[str]:
-    """Split at commas, but not at those inside brackets: Adam(lr=0.1, eps=1e-3) is one value."""
+    """Split at commas, but not at those inside brackets: Adam(lr=0.1, eps=1e-3) is one value, and so is [fc1,fc2]."""
     values, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
@@ -137,4 +160,4 @@ def _values(text: str) -> list[str]:
     values.append(current.strip())
     if not all(values):
         raise SettingError(f"an empty value in {text!r}")
-    return values
+    return [value[1:-1] if value.startswith("[") and value.endswith("]") else value for value in values]

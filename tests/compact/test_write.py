@@ -197,12 +197,14 @@ def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> 
     image.fromarray(np.zeros((56, 56), np.uint8)).save(tmp_path / "large.png")
     np.save(tmp_path / "wide.npy", np.zeros((3, 28, 29), np.uint8))
     np.save(tmp_path / "nan.npy", np.full((1, 28, 28), np.nan, np.float32))
+    np.save(tmp_path / "words.npy", np.array(["a", "b"]))
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty").mkdir()
     for name, words in {
         "large.png": r"shape \(1, 56, 56\), not \(1, 28, 28\); --resize",
         "wide.npy": r"shape \(1, 28, 29\)",
         "nan.npy": "not finite",
+        "words.npy": "<U1 values, not numbers",
         "text.png": "cannot be read as an image",
         "empty": "holds no images",
         "nowhere.png": "does not exist",
@@ -233,3 +235,27 @@ def test_labelled_data_from_arrays_and_from_folders(digits, pixels, tmp_path: Pa
     np.savez(tmp_path / "odd.npz", a=pixels[0])
     with pytest.raises(DataError, match="arrays named x and y"):
         read.labelled(tmp_path / "odd.npz")
+    whole = (tmp_path / "data.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="cannot be read as a numpy file"):
+        read.labelled(tmp_path / "cut.npz")
+    np.savez(tmp_path / "shares.npz", x=pixels[0][:2], y=np.array([0.5, 1.5]))
+    with pytest.raises(DataError, match="labels that are float64"):
+        read.labelled(tmp_path / "shares.npz")
+
+
+def test_an_export_may_go_to_the_empty_folder_one_is_in(
+    digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module, task = digits
+    monkeypatch.chdir(tmp_path)
+    export_module(module, task.data.test_x[:2], Path(), about={}, with_onnx=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.py", "model.safetensors"]
+    with pytest.raises(RunError, match="exists"):
+        export_module(module, task.data.test_x[:2], Path(), about={}, with_onnx=False)
+
+
+def test_a_damaged_description_is_one_line(digits, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text('{"format": "fedprior-export-1"}')
+    with pytest.raises(RunError, match=r"model\.json cannot be read: 'input_shape'"):
+        describe(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
+import httpx
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from local_grid import LocalGrid
@@ -142,6 +143,70 @@ def test_second_and_unasked_replies_are_left_out(make_job, quick, tmp_path):
     strategy.aggregate_train(1, [stray])
     assert strategy.good == {}
     assert "nobody asked for" in strategy.turn.faults[0]["what"]
+
+
+def test_a_reply_that_flower_cannot_unpack_does_not_end_the_run(make_job, quick, tmp_path):
+    """Flower unpacks replies while they are pulled, and raises whatever the unpacking of foreign bytes raises."""
+    job = make_job("fedavg", {"clients_per_round": 6})
+
+    class Grid(LocalGrid):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            if any(r.metadata.message_type == "train" and r.metadata.src_node_id == 1002 for r in replies):
+                raise ValueError("Mismatch in children object IDs \x1b[31m")
+            return replies
+
+    records = []
+    HardEM(Server.new(job, RUN), quick, records.append).start(Grid(job, tmp_path))
+    for record in records:
+        assert sorted(record["clients"]) == [0, 1, 3, 4, 5]
+        (fault,) = record["faults"]
+        assert (fault["node"], fault["client"]) == ("1002", 2)
+        assert "cannot be unpacked" in fault["what"]
+        assert fault["what"].isprintable()
+
+
+def test_a_server_that_is_gone_is_not_a_fault_of_the_nodes(make_job, quick, tmp_path):
+    job = make_job("fedavg")
+
+    class Grid(LocalGrid):
+        def pull_messages(self, message_ids):
+            raise httpx.ReadError("connection reset")
+
+    with pytest.raises(httpx.ReadError):
+        HardEM(Server.new(job, RUN), quick).start(Grid(job, tmp_path))
+
+
+def test_a_reply_counts_for_the_node_that_sent_it(make_job, quick, tmp_path):
+    """What a reply says it answers is the sender's word: a node must not be able to speak for another."""
+    job = make_job("fedavg", {"clients_per_round": 6, "rounds": 1})
+    orders = {}
+
+    def forge(order, reply):
+        node = order.metadata.dst_node_id
+        if order.metadata.message_type == "train":
+            orders[node] = order
+            if node == 1004 and len(orders) > 1:
+                other = next(order for name, order in orders.items() if name != 1004)
+                return [Message(reply.content, reply_to=other)]
+        return [reply]
+
+    records = []
+    HardEM(Server.new(job, RUN), quick, records.append).start(LocalGrid(job, tmp_path, forge))
+    assert sorted(records[0]["clients"]) == [0, 1, 2, 3, 5]
+    (fault,) = records[0]["faults"]
+    assert (fault["node"], fault["client"]) == ("1004", 4)
+    assert "answers another message" in fault["what"]
+
+
+def test_the_order_of_arrival_does_not_matter(make_job, quick, tmp_path):
+    """A sum of floats depends on its order, so it is the cohort's."""
+    job = make_job("fedavg", {"clients_per_round": 6})
+    strategy, grid = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path)
+    strategy.meet(grid, 6)
+    replies = strategy.exchange(grid, strategy.configure_train(1, ArrayRecord(), None, grid))
+    strategy.aggregate_train(1, reversed(replies))
+    assert list(strategy.good) == strategy.cohort
 
 
 def test_a_node_that_never_answers_is_not_asked_until_it_greets(make_job, tmp_path):

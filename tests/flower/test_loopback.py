@@ -20,7 +20,7 @@ from local_grid import LocalGrid
 import fedprior
 from fedprior.flower import client_app, named_job
 from fedprior.flower.apps import serve
-from fedprior.flower.deploy import APP, deploy
+from fedprior.flower.deploy import APP, _cleared, deploy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 
@@ -59,7 +59,34 @@ def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, capsys):
     assert descendants(str(tmp_path)) == []
 
 
-def test_interrupted_it_leaves_no_process(tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"settings": "lambda=3"}, "did you mean"), ({"rounds": 0}, "rounds must be at least 1")]
+)
+def test_a_mistake_is_found_before_anything_starts(wrong, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(fedprior.SettingError, match=message):
+        deploy(tmp_path / "run", **wrong)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rounds.jsonl").touch()
+    with pytest.raises(fedprior.RunError, match="exists"):
+        deploy(tmp_path / "run")
+
+
+def test_after_a_failure_logs_stay_and_keys_do_not(tmp_path):
+    for name in ("certificates/node-0", "superlink.db", "superlink.log"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).touch()
+    with pytest.raises(fedprior.RunError), _cleared(tmp_path / "a"):
+        raise fedprior.RunError("failed")
+    assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["superlink.log"]
+    with pytest.raises(KeyboardInterrupt), _cleared(tmp_path / "a"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupted_it_leaves_no_process(number, tmp_path):
     command = [sys.executable, "-m", "fedprior.flower.deploy", "--out", str(tmp_path / "run")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -68,11 +95,12 @@ def test_interrupted_it_leaves_no_process(tmp_path):
             assert process.poll() is None
         time.sleep(1)  # nodes are starting
         assert len(descendants(str(tmp_path))) > 2
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.stdout.read()
-    assert process.returncode == 130
-    assert "every process has been ended" in rest
+    assert process.returncode == 128 + number
+    assert "every process has been ended" in rest or number != signal.SIGINT
     assert descendants(str(tmp_path)) == []
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("fedprior-deploy-")] == []
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from local_grid import LocalGrid
 
 import fedprior
-from fedprior import RunError
+from fedprior import RunError, SettingError
 from fedprior.flower import checkpoint
 from fedprior.flower.apps import serve
 from fedprior.flower.memory import Memory
@@ -73,11 +73,40 @@ def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
     fedprior.run("mnist-mini", out=simulated, rounds=1, clients_per_round=1, local_steps=1)
     with pytest.raises(RunError, match="is not a run of Flower; `fedprior resume"):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(simulated)})
+    before = sorted(run.iterdir())
+    with pytest.raises(RunError, match="is a run of Flower: go on with it by `flwr run`"):
+        fedprior.resume(run, task=fedprior.Task("small", job.network, job.data), algorithm=job.algorithm)
+    assert sorted(run.iterdir()) == before
     data = bytearray((run / "checkpoint.safetensors").read_bytes())
     data[-3] ^= 8
     (run / "checkpoint.safetensors").write_bytes(data)
     with pytest.raises(RunError, match="checksum does not match"):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
+
+
+def test_a_run_has_one_server_at_a_time(make_job, tmp_path):
+    """As when it is resumed twice, or while the server of a killed SuperLink has not ended yet."""
+    job, run, refused = make_job("fedavg"), tmp_path / "run", []
+
+    class Second(LocalGrid):
+        def get_node_ids(self):
+            if not refused:
+                with pytest.raises(RunError, match="is being trained by another process") as caught:
+                    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
+                refused.append(caught.value)
+            return super().get_node_ids()
+
+    serve(job, Second(job, tmp_path), {**LIMITS, "out": str(run)})
+    assert len(refused) == 1
+    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})  # when the first has ended, it is free
+
+
+def test_wrong_limits_leave_no_folder(make_job, tmp_path):
+    job = make_job("fedavg")
+    for wrong in ({"min-replies": 99}, {"attempts": 0}):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            serve(job, LocalGrid(job, tmp_path), {**LIMITS, **wrong, "out": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_rounds_may_be_added(make_job, tmp_path):

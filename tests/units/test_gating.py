@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -339,3 +340,109 @@ def test_a_weights_mask_of_probabilities_is_itself():
     assert all(torch.equal(masks[layer], soft[layer]) for layer in soft)
     expected = sum(float(gate.double().sum()) for gate in soft.values()) + 6
     assert float(gating.effective_parameters(soft)) == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------------- gates on inputs
+
+
+class Perceptron(nn.Module):
+    """Three linear layers, the first reading the input; smooth, so that every parameter that counts shows."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(3) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.tanh(self.b(torch.tanh(self.norm(self.a(x))))))
+        return out
+
+
+def by_inputs(model: nn.Module, example: Tensor, **options: Any) -> UnitGating:
+    return UnitGating(find_structure(model.double(), example.double(), linear_gates="inputs", **options))
+
+
+INPUT_GATED = {
+    "hidden": ({"norm": False}, {}, {"a": (3,), "b": (3,)}),
+    "output": ({"norm": False}, {"gate_output": True}, {"a": (3,), "b": (3,), "c": (2,)}),
+    "ungated": ({"norm": False}, {"gate_output": True, "ungated": ("b",)}, {"a": (3,), "c": (2,)}),
+    "norm": ({"norm": True}, {"gate_output": True}, {"a": (3,), "b": (3,), "c": (2,)}),
+}
+
+
+@pytest.mark.parametrize("case", INPUT_GATED)
+def test_the_mask_of_input_gates_is_what_the_output_depends_on(case):
+    """A parameter is part of the network if moving it moves the output. A norm depends on all of its layer."""
+    build, options, shapes = INPUT_GATED[case]
+    torch.manual_seed(0)
+    model = Perceptron(**build)
+    gating = by_inputs(model, torch.randn(3), **options)
+    assert gating.gate_shapes == shapes
+    x = torch.randn(8, 3, dtype=torch.float64)
+    params = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def outputs(params: Params) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, params, (x,))
+        return out
+
+    for values in itertools.product([0.0, 1.0], repeat=len(listed(gating))):
+        gates = as_gates(gating, values)
+        if not all(bool(gate.any()) for gate in gates.values()):
+            continue  # the floor keeps this from happening
+        gated, masks = outputs(gating.apply(params, gates)), gating.mask(gates)
+        torch.testing.assert_close(outputs(gating.prune(params, gates)), gated, rtol=0, atol=1e-12)
+        slopes = torch.func.jacrev(lambda p, gates=gates: outputs(gating.apply(p, gates)))(params)
+        for name, slope in slopes.items():
+            counts = slope.abs().amax((0, 1)) > 0
+            mask = masks.get(name, torch.ones(1)).expand(counts.shape) > 0
+            # What feeds a norm stays whole, and so does a layer that was to be left without gates.
+            whole = (build["norm"] and name[0] in "an") or name[0] in options.get("ungated", ())
+            assert bool((mask >= counts).all()) if whole else torch.equal(mask, counts), name
+
+
+@pytest.mark.parametrize("gate_output", [False, True])
+@pytest.mark.parametrize("build", [lambda: LeNet5(1, 16, 4), lambda: ResNet20(classes=5)], ids=["lenet", "resnet"])
+def test_pruning_by_input_gates_leaves_the_gated_network_what_it_is(build, gate_output):
+    torch.manual_seed(0)
+    model = build()
+    example = torch.randn(3 if isinstance(model, ResNet20) else 1, 16, 16)
+    gating = by_inputs(model, example, gate_output=gate_output)
+    params = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    x = torch.randn(4, *example.shape, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    for share in (0.1, 0.5):
+        gates = {k: (torch.rand(s, generator=draw) < share).double() for k, s in gating.gate_shapes.items()}
+        one, other = (torch.func.functional_call(model, do(params, gates), (x,)) for do in (gating.apply, gating.prune))
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=5, deadline=None)
+@given(probabilities=st.lists(st.floats(0, 1), min_size=8, max_size=8))
+def test_a_mask_of_input_probabilities_is_the_expectation_over_all_hard_gates(probabilities):
+    gating = by_inputs(Perceptron(norm=False), torch.randn(3), gate_output=True)
+    expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in gating.shapes.items()}
+    for values in itertools.product([0.0, 1.0], repeat=8):
+        weight = math.prod(p if z else 1 - p for p, z in zip(probabilities, values, strict=True))
+        for name, mask in gating.mask(as_gates(gating, values)).items():
+            expected[name] += weight * mask
+    for name, mask in gating.mask(as_gates(gating, tuple(probabilities))).items():
+        torch.testing.assert_close(mask.expand(expected[name].shape), expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_filter_is_gone_when_all_its_columns_are_closed_and_its_columns_when_it_is():
+    gating = by_inputs(LeNet5(1, 16, 4), torch.randn(1, 16, 16))
+    repeat = gating.gate_shapes["fc1"][0] // gating.gate_shapes["conv2"][0]
+    gates = gating.all_open({"x": torch.zeros(1)})
+    gates["fc1"][3 * repeat : 4 * repeat] = 0
+    gates["conv2"][5] = 0
+    masks = gating.mask(gates)
+    left = masks["conv2.weight"].flatten(1).any(1).nonzero().flatten().tolist()
+    assert left == [i for i in range(64) if i not in (3, 5)]
+    columns = masks["fc1.weight"].flatten().reshape(-1, repeat)
+    assert columns[[3, 5]].sum() == 0
+    assert columns.sum() == 62 * repeat
+
+
+def test_an_unknown_kind_of_linear_gates_is_refused():
+    with pytest.raises(SettingError, match="linear_gates must be outputs or inputs"):
+        find_structure(LeNet5(1, 16, 4), torch.randn(1, 16, 16), linear_gates="both")

@@ -1,8 +1,10 @@
 """A user's images and arrays as a network's inputs: the same scale, shape and type as in training."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ class Reader(NamedTuple):
             if not found:
                 raise DataError(f"{path} holds no images")
             for file in found:
-                inputs = self.array(_load(file), file) if file.suffix == ".npy" else self.image(file)
+                inputs = self.array(_load(file), file) if file.suffix.lower() == ".npy" else self.image(file)
                 names += [str(file)] if len(inputs) == 1 else [f"{file}[{i}]" for i in range(len(inputs))]
                 parts.append(inputs)
         return names, torch.cat(parts)
@@ -42,11 +44,8 @@ class Reader(NamedTuple):
     def labelled(self, path: Path) -> tuple[Tensor, Tensor]:
         """Inputs and labels: an .npz with x and y, or a folder with one folder of images a class, named by number."""
         if not path.is_dir():
-            arrays = _load(path)
-            names = next((pair for pair in ARRAYS if all(name in arrays for name in pair)), None)
-            if names is None:
-                raise DataError(f"{path} must hold arrays named x and y")
-            inputs, labels = self.array(arrays[names[0]], path), torch.from_numpy(arrays[names[1]].astype(np.int64))
+            x, y = _labelled_arrays(path)
+            inputs, labels = self.array(x, path), torch.from_numpy(y.astype(np.int64))
         else:
             files = sorted(p for p in path.glob("*/*") if p.suffix.lower() in IMAGES)
             if not files or not all(file.parent.name.isdecimal() for file in files):
@@ -63,7 +62,9 @@ class Reader(NamedTuple):
             grey = self.shape[0] == 1
             stacked = values if values.ndim == (3 if grey else 4) else values[None]
             return self._scaled(stacked, path)
-        inputs = torch.from_numpy(np.ascontiguousarray(values))
+        if values.dtype.kind not in "fiu":
+            raise DataError(f"{path} holds {values.dtype} values, not numbers")
+        inputs = torch.from_numpy(np.ascontiguousarray(values, values.dtype.newbyteorder("=")))
         inputs = inputs if inputs.dim() == len(self.shape) + 1 else inputs.unsqueeze(0)
         return self._checked(inputs, path)
 
@@ -101,8 +102,30 @@ class Reader(NamedTuple):
 
 
 def _load(path: Path) -> np.ndarray:
+    """The array of an .npy file."""
+    found = _loaded(path)
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path} holds several arrays; give one as .npy")
+    return found
+
+
+def _labelled_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of an .npz file."""
+    found = _loaded(path)
+    names = next((pair for pair in ARRAYS if isinstance(found, dict) and all(name in found for name in pair)), None)
+    if names is None:
+        raise DataError(f"{path} must hold arrays named x and y")
+    x, y = found[names[0]], found[names[1]]
+    if y.dtype.kind not in "iu":
+        raise DataError(f"{path} holds labels that are {y.dtype}, not whole numbers")
+    return x, y
+
+
+def _loaded(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+    """The one array or the named arrays of a numpy file, all read, so that nothing can fail later."""
     try:
-        loaded: np.ndarray = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return loaded if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read as a numpy file: {error}") from error
-    return loaded

@@ -34,7 +34,8 @@ def describe(folder: Path) -> Description:
         description: Description = json.loads(path.read_text(encoding="utf-8"))
         if description["format"] != FORMAT:
             raise ValueError(f"its format is {description['format']!r}, not {FORMAT!r}")
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        reader(description)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return description
 

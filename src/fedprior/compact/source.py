@@ -62,7 +62,7 @@ def to_source(module: nn.Module, example: Tensor, about: str) -> tuple[str, Para
     norms = any(isinstance(m, PrunedNorm) for m in root.modules())
     dtypes = {p.dtype for p in module.parameters()} - {torch.float32}
     text = TEMPLATE.format(
-        about=about,
+        about=_quoted(about),
         shape=("batch", *example.shape),
         extra="\n\n" + inspect.getsource(PrunedNorm).rstrip() + "\n" if norms else "",
         layers="\n".join(f"        {line}" for line in lines),
@@ -70,6 +70,12 @@ def to_source(module: nn.Module, example: Tensor, about: str) -> tuple[str, Para
         dtype=f".to({dtypes.pop()})" if dtypes else "",
     )
     return text, {name: value.detach().cpu().contiguous().clone() for name, value in root.state_dict().items()}
+
+
+def _quoted(text: str) -> str:
+    """One line that is safe in a docstring: a run's label may hold anything, and what is exported is run."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return line.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _flatten(module: nn.Module, graph: fx.Graph) -> tuple[nn.Module, list[str]]:

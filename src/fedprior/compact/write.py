@@ -1,7 +1,6 @@
 """An exported network: model.py and model.safetensors (plain torch), model.onnx, and model.json that describes them."""
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,38 +38,46 @@ def export_module(
     """
     if with_onnx:
         onnx.require()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    target = folder.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunError(f"{folder} exists; choose another folder (--to)")
-    module, inputs = module.eval(), inputs.cpu()
-    example = inputs[0]
-    small = compact(module, example)
-    text, weights = to_source(small.module, example, f"Exported by fedprior {__version__}: {about.get('title', '')}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     # Nothing is left under the final name unless every check has passed.
-    target, folder = folder, folder.with_name(folder.name + ".part")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(text, encoding="utf-8")
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights))
-    loaded = load_module(folder)
-    expected = _run(module, inputs)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        part = Path(temporary)
+        if with_onnx is None:
+            with_onnx = onnx.available()
+        description = {"format": FORMAT, **about, **_write(module.eval(), inputs.cpu(), part, about, with_onnx, align)}
+        (part / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        target.mkdir(exist_ok=True)
+        for name in ("model.py", "model.safetensors", "model.onnx", "model.json"):  # the last makes it an export
+            if (part / name).exists():
+                (part / name).replace(target / name)
+    return description
+
+
+def _write(
+    module: nn.Module, inputs: Tensor, folder: Path, about: Mapping[str, Any], with_onnx: bool, align: int
+) -> Description:
+    """The files of the network, checked and measured; what there is to say of them."""
+    example, expected = inputs[0], _run(module, inputs)
+    batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH]
+    small = compact(module, example)
+    loaded = _write_torch(small.module, example, folder, about)
     compared = {"torch": _compared(expected, _run(loaded, inputs), "model.py")}
     sizes = {"dense": _size(module, example), "compact": _size(loaded, example)}
-    notes = [small.note] if small.note else []
-    batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH]
     times = fastest([lambda: module(batch), lambda: loaded(batch)])
     sizes["dense"]["milliseconds"], sizes["compact"]["milliseconds"] = times
-    if with_onnx or (with_onnx is None and onnx.available()):
+    notes = [small.note] if small.note else []
+    if with_onnx:
         aligned = compact(module, example, align=align).module
         onnx.write(aligned, example, folder / "model.onnx")
         session = onnx.session(folder / "model.onnx")
-        outputs = torch.from_numpy(onnx.run(session, inputs.numpy()))
-        compared["onnx"] = _compared(expected, outputs, "model.onnx")
+        compared["onnx"] = _compared(expected, torch.from_numpy(onnx.run(session, inputs.numpy())), "model.onnx")
         sizes |= _onnx_sizes(module, aligned, session, example, batch.numpy(), folder / "model.onnx")
     else:
-        notes.append("no model.onnx: pip install 'fedprior[export]'")
-    description = {
-        "format": FORMAT,
-        **about,
+        notes.append("no model.onnx; it needs pip install 'fedprior[export]'")
+    return {
         "input_shape": list(example.shape),
         "input_type": str(example.dtype).removeprefix("torch."),
         "units": {name: list(count) for name, count in small.units.items()},
@@ -80,9 +87,14 @@ def export_module(
         "notes": notes,
         "made": {"fedprior": __version__, "torch": str(torch.__version__)},
     }
-    (folder / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    folder.replace(target)
-    return description
+
+
+def _write_torch(small: nn.Module, example: Tensor, folder: Path, about: Mapping[str, Any]) -> nn.Module:
+    """model.py and model.safetensors, and the network as they give it."""
+    text, weights = to_source(small, example, f"Exported by fedprior {__version__}: {about.get('title', '')}")
+    (folder / "model.py").write_text(text, encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights))
+    return load_module(folder)
 
 
 def load_module(folder: Path) -> nn.Module:

@@ -1,8 +1,9 @@
 """The two halves of a Flower app: a ServerApp that keeps a run's folder, and a ClientApp around the E-step."""
 
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.server import Record
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("flwr")
 
@@ -87,25 +93,33 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(make_job(context.run_config), grid, context.run_config)
+        try:
+            serve(make_job(context.run_config), grid, context.run_config)
+        except FedpriorError as error:
+            # Flower logs the traceback of what leaves here. Ours would bury the line that says what to do.
+            raise error.with_traceback(None) from None
 
     return app
 
 
 def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
     """Run the rounds that are left; `out` and `resume` of the config say where."""
-    folder, server, records = open_run(job, config)
-    log.info("the run is kept in %s", folder.path.resolve())
+    limits = Limits.of(config)
+    limits.needed(job.settings.clients_per_round)  # a mistake in them should leave no folder behind
+    resume = str(config.get("resume", ""))
+    folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
+    with _alone_in(folder):
+        server, records = _open(folder, job)
+        log.info("the run is kept in %s", folder.path.resolve())
 
-    def keep(record: Record) -> None:
-        records.append(record)
-        folder.append(record)
-        checkpoint.save(folder.checkpoint, server, checksum(records))
+        def keep(record: Record) -> None:
+            records.append(record)
+            folder.append(record)
+            checkpoint.save(folder.checkpoint, server, checksum(records))
 
-    HardEM(server, Limits.of(config), keep).start(grid)
-    summary = server.summary(records)
-    model = server.model()
-    folder.finish(summary, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+        HardEM(server, limits, keep).start(grid)
+        summary, model = server.summary(records), server.model()
+        folder.finish(summary, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
     console = Console(width=120)
     with console.capture() as capture:
         console.print(summary_table([summary]))
@@ -113,19 +127,35 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
     return summary
 
 
-def open_run(job: Job, config: Mapping[str, Any]) -> tuple[RunFolder, Server, list[Record]]:
-    """A new run's folder, or an old one's with the server and the records where they were."""
-    if resume := str(config.get("resume", "")):
-        return _reopen(RunFolder(Path(resume)), job)
+def _new_folder(job: Job, out: str) -> RunFolder:
+    """The folder of a new run, with its config."""
     name = f"flower-{job.task}-{job.algorithm.name}-{job.settings.seed}"
-    out = str(config.get("out", ""))
     folder = RunFolder(Path(out) if out else unused_folder(Path("runs") / name))
-    run = secrets.token_hex(8)
-    folder.create({**job.config(), "flower": {"run": run, "clients": job.clients}})
-    return folder, Server.new(job, run), []
+    if folder.config.exists():
+        raise RunError(f"{folder.path} exists; go on with it by resume instead of out, or choose another folder")
+    folder.create({**job.config(), "flower": {"run": secrets.token_hex(8), "clients": job.clients}})
+    return folder
 
 
-def _reopen(folder: RunFolder, job: Job) -> tuple[RunFolder, Server, list[Record]]:
+@contextlib.contextmanager
+def _alone_in(folder: RunFolder) -> Iterator[None]:
+    """Two servers in one folder would mix their records: a run resumed twice, or while the server it had still ends.
+
+    The lock is the kernel's and goes with the process, however that ends.
+    """
+    if fcntl is None or not folder.config.is_file():
+        yield
+        return
+    with folder.config.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"{folder.path} is being trained by another process; wait for its end or end it") from error
+        yield
+
+
+def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
+    """The server and the records where the run's folder says they are."""
     found, now = folder.read_config(), job.config()
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
@@ -136,6 +166,6 @@ def _reopen(folder: RunFolder, job: Job) -> tuple[RunFolder, Server, list[Record
             if was != value and key not in MAY_CHANGE:
                 raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
-    # Without a checkpoint it was stopped in its first round, and starts again.
+    # Without a checkpoint it is new, or was stopped in its first round and starts again.
     expected = checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
-    return folder, server, folder.truncate(server.round, expected)
+    return server, folder.truncate(server.round, expected)

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fedprior.errors import FedpriorError, RunError
+from fedprior.flower.job import named_job
 from fedprior.flower.loopback import Loopback
 from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate import RunFolder
 
+JOB = {"task": "mnist-mini", "algorithm": "fedsparse"}
 SETTINGS = "local_steps=60"
 APP = Path(__file__).parents[3] / "examples" / "flower-app"
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -44,19 +47,23 @@ def deploy(
     """
     if not (APP / "pyproject.toml").is_file():
         raise RunError(f"there is no app in {APP}: run this in a copy of the repository")
-    began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="fedprior-deploy-"))
     config = {
+        **JOB,
         "out": str(out.resolve()),
         "settings": f"clients={nodes}; clients_per_round={nodes}; rounds={rounds}; evaluate_every=1; {settings}",
         "round-seconds": round_seconds,
         "min-replies": nodes - 1,
     }
+    # Before anything starts: here a mistake is one line, there it is in a log.
+    RunFolder(out).check_unused()
+    named_job(config)
+    began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="fedprior-deploy-"))
 
     def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/]  {text}", soft_wrap=True)
+        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/]  {escape(text)}", soft_wrap=True)
 
     say(f"certificates, keys and logs in {folder}")
-    with _removed_if_stopped(folder), Loopback(folder, nodes) as federation:
+    with _cleared(folder), Loopback(folder, nodes) as federation:
         say(f"the server is up: TLS, {nodes} registered devices")
         for number in range(nodes):
             federation.start_node(number)
@@ -69,20 +76,28 @@ def deploy(
             if record["round"] == kill_after:
                 federation.kill(f"node-{nodes - 1}")
                 say(f"SIGKILL to the device of client {nodes - 1}")
-        federation.wait(run)
+        federation.wait(run, began + seconds)
         say("Flower says that the run is complete")
-    shutil.rmtree(folder)
     return json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def _removed_if_stopped(folder: Path) -> Iterator[None]:
-    """Keys and logs are of use after an error only."""
+def _cleared(folder: Path) -> Iterator[None]:
+    """After an error the logs are of use, but keys never are."""
+    failed = False
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        shutil.rmtree(folder)
+    except Exception:
+        failed = True
         raise
+    finally:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif not failed or entry.suffix != ".log":
+                entry.unlink()
+        if not failed:
+            folder.rmdir()
 
 
 def _rounds(
@@ -115,7 +130,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--settings", default=SETTINGS, help="key=value; key=value")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # processes in sessions of their own outlive a closed terminal
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     out = given.out or unused_folder(Path("runs") / "deploy")
     try:
         summary = deploy(out, rounds=given.rounds, settings=given.settings)
@@ -123,7 +139,7 @@ def main() -> None:
         console.print("stopped; every process has been ended")
         sys.exit(130)
     except FedpriorError as error:
-        console.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     console.print(summary_table([summary]))
     console.print(f"{out / 'summary.json'}")

@@ -22,7 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
-SIMULATOR_ONLY = ("mode", "workers", "wire", "attack", "attackers", "checkpoint_every")
+SIMULATOR_ONLY = ("mode", "workers", "data", "wire", "attack", "attackers", "checkpoint_every")
 MAY_CHANGE = ("rounds", "evaluate_every", "device")
 """Settings that a resumed run may have otherwise than before."""
 
@@ -104,6 +104,12 @@ class Limits:
         for name in ("min_replies", "wait_for"):
             if getattr(self, name) < 0:
                 raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+
+    def needed(self, cohort: int) -> int:
+        """How many good replies a round of so many clients needs."""
+        if self.min_replies > cohort:
+            raise SettingError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
+        return self.min_replies or -(-cohort // 2)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Limits":

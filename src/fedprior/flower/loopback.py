@@ -5,6 +5,7 @@ It is what the guide does by hand on several machines. Every process is ended by
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from fedprior.errors import RunError
 from fedprior.flower.certificates import make_certificates
 
 HOST = "127.0.0.1"
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Loopback:
@@ -118,16 +120,21 @@ class Loopback:
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         size = ["--federation-config", f"num-supernodes={self.nodes}"] if self.simulation else []
         out = self.flwr("run", str(app), "loopback", "--run-config", pairs, *size, "--format", "json")
-        return str(json.loads(out[out.index("{") :])["run-id"])
+        answer = json.loads(out[out.index("{") :])
+        if "run-id" not in answer:  # a refusal has exit status 0 in this format
+            raise RunError(f"flwr run failed: {answer.get('error-message', answer)}")
+        return str(answer["run-id"])
 
     def status(self, run: str) -> str:
         """What Flower says of a run: `running`, `finished:completed`, `finished:failed`, …"""
         out = self.flwr("list", "loopback", "--run-id", run, "--format", "json")
         return str(json.loads(out[out.index("{") :])["runs"][0]["status"])
 
-    def wait(self, run: str) -> None:
-        """Until a run is complete; an error if it failed."""
+    def wait(self, run: str, deadline: float = math.inf) -> None:
+        """Until a run is complete; an error if it failed or is not by `deadline`, a time of `time.monotonic`."""
         while not (status := self.status(run)).startswith("finished"):
+            if time.monotonic() > deadline:
+                break
             time.sleep(3)
         if status != "finished:completed":
             raise RunError(f"run {run} is {status}; see {self.folder / 'superlink.log'}")
@@ -195,7 +202,7 @@ def _patient() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
     try:
         yield
     finally:

@@ -7,9 +7,10 @@ server's whole state is in the strategy; Flower's `arrays` argument is not used.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+import httpx
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -36,14 +37,11 @@ class HardEM(Strategy):
 
     def __init__(self, server: Server, limits: Limits, keep: Callable[[Record], None] = lambda record: None) -> None:
         self.server, self.limits, self.keep = server, limits, keep
-        cohort = server.job.settings.clients_per_round
-        self.min_replies = limits.min_replies or -(-cohort // 2)
-        if self.min_replies > cohort:
-            raise RunError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
+        self.min_replies = limits.needed(server.job.settings.clients_per_round)
         self.clients: dict[int, int] = {}
         """The client that each node is, of the nodes that have introduced themselves."""
-        self.asked: dict[str, int] = {}
-        """Introductions that are still to come: node by message."""
+        self.asked: dict[str, Message] = {}
+        """Greetings without an introduction yet, by their names."""
         self.again: dict[int, float] = {}
         """When a node whose introduction failed is to be asked again; never, if it has another model."""
         self._open()
@@ -101,12 +99,13 @@ class HardEM(Strategy):
     def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
         """Send, and collect replies until all are there or time is up."""
         replies: list[Message] = []
-        waiting = {str(name) for name in grid.push_messages(orders) if name}
+        waiting = _push(grid, list(orders))
         deadline = time.monotonic() + self.limits.round_seconds
         while waiting and time.monotonic() < deadline:
-            new = list(grid.pull_messages(waiting))
+            new = _pull(grid, waiting)
             replies += new
-            waiting -= {reply.metadata.reply_to_message_id for reply in new}
+            for reply in new:
+                waiting.pop(reply.metadata.reply_to_message_id, None)
             if waiting:
                 time.sleep(self.limits.poll_seconds)
         return replies
@@ -118,12 +117,12 @@ class HardEM(Strategy):
         while True:
             online = set(grid.get_node_ids())
             self.clients = {node: client for node, client in self.clients.items() if node in online}
-            self.asked = {name: node for name, node in self.asked.items() if node in online}
+            self.asked = {name: m for name, m in self.asked.items() if m.metadata.dst_node_id in online}
             self.again = {node: when for node, when in self.again.items() if node in online}
             later = {node for node, when in self.again.items() if time.monotonic() < when}
-            self._greet(grid, online - self.clients.keys() - set(self.asked.values()) - later)
-            if self.asked:
-                self._introductions(list(grid.pull_messages(set(self.asked))))
+            asked = {message.metadata.dst_node_id for message in self.asked.values()}
+            self._greet(grid, online - self.clients.keys() - asked - later)
+            self._introductions(_pull(grid, self.asked))
             there = len({*self.clients.values(), *self.good})
             if there >= least:
                 return
@@ -139,16 +138,14 @@ class HardEM(Strategy):
 
     def _greet(self, grid: Grid, nodes: set[int]) -> None:
         ttl = self.limits.start_seconds + self.limits.round_seconds
-        greetings = [Message(RecordDict(), node, MessageType.QUERY, ttl=ttl) for node in sorted(nodes)]
-        if greetings:
-            names = grid.push_messages(greetings)
-            self.asked |= {str(name): m.metadata.dst_node_id for name, m in zip(names, greetings, strict=True) if name}
+        self.asked |= _push(grid, [Message(RecordDict(), node, MessageType.QUERY, ttl=ttl) for node in sorted(nodes)])
 
     def _introductions(self, replies: Iterable[Message]) -> None:
         for reply in replies:
-            node = self.asked.pop(reply.metadata.reply_to_message_id, None)
-            if node is None:
+            greeting = self.asked.pop(reply.metadata.reply_to_message_id, None)
+            if greeting is None:
                 continue
+            node = greeting.metadata.dst_node_id
             self.again[node] = time.monotonic() + ASK_AGAIN
             try:
                 content = _content(reply)
@@ -238,7 +235,9 @@ class HardEM(Strategy):
 
     def _fault(self, node: int, client: int | None, error: Exception) -> None:
         kind = "" if isinstance(error, WireError) else f"{type(error).__name__}: "
-        what = " ".join(f"{kind}{error}".split())[:300]
+        # On one line and without control characters: these are a foreign machine's words, and end in a terminal.
+        words = " ".join(f"{kind}{error}".split())[:300]
+        what = "".join(letter if letter.isprintable() else "?" for letter in words)
         log.warning("node %d (client %s): %s", node, "?" if client is None else client, what)
         self.turn.faults.append({"node": str(node), "client": client, "what": what})
 
@@ -256,6 +255,33 @@ class HardEM(Strategy):
     def summary(self) -> None:
         job = self.server.job
         log.info("%s on %s, rounds %d to %d", job.algorithm.name, job.task, self.server.round + 1, job.settings.rounds)
+
+
+def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
+    """Send; those that Flower took, by the names under which replies are pulled."""
+    names = grid.push_messages(messages) if messages else []
+    return {str(name): message for name, message in zip(names, messages, strict=False) if name}
+
+
+def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
+    """What has come back, one message after the other.
+
+    Flower unpacks a reply while it is pulled, by what stands in the reply itself. One that cannot be unpacked would
+    take all that are pulled with it; and one that names another message would be held to be another node's.
+    """
+    replies: list[Message] = []
+    for name, message in waiting.items():
+        try:
+            for reply in grid.pull_messages([name]):
+                if reply.metadata.reply_to_message_id != name:
+                    raise WireError("the reply says that it answers another message")
+                replies.append(reply)
+        except httpx.HTTPError:  # not the node, but our own SuperLink
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, WireError) else f"the reply cannot be unpacked: {error!r}"
+            replies.append(Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message))
+    return replies
 
 
 def _content(reply: Message) -> RecordDict:

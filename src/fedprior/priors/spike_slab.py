@@ -33,6 +33,8 @@ SMALLEST = 1e-8
 """The smallest threshold."""
 CLOSED = -1e9
 """The logit of a gate that the server has closed for good: of probability zero, and less likely than any other."""
+NO_THRESHOLD, OPEN = -100.0, 100.0
+"""v of a gate in the dense rounds, and its logit then: of probability one in any precision, however small its norm."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,10 @@ class SpikeSlab(Prior):
 
     def _logits(self, state: Tree, is_open: Tensor | None) -> Tensor:
         norms = self.gating.joint_norms({name: value.detach() for name, value in state["weights"].items()})
-        logits = (norms - F.softplus(self.gating.join(state["thresholds"]))) / self.temperature
+        v = self.gating.join(state["thresholds"])
+        logits = (norms - F.softplus(v)) / self.temperature
+        if self.dense_rounds > 0:  # half way: an optimiser with weight decay moves v a little
+            logits = torch.where(v < NO_THRESHOLD / 2, OPEN, logits)
         return logits if is_open is None else torch.where(is_open, logits, CLOSED)
 
     def _thresholds(self, norms: Gates, logits: Gates) -> Gates:
@@ -140,7 +145,7 @@ class SpikeSlab(Prior):
         start = self._thresholds(norms, {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()})
         if self.dense_rounds == 0:
             return {"weights": params, "thresholds": start}
-        none = {layer: _inverse_softplus(torch.full_like(norm, SMALLEST)) for layer, norm in norms.items()}
+        none = {layer: torch.full_like(norm, NO_THRESHOLD) for layer, norm in norms.items()}
         return {"weights": params, "thresholds": none, "age": {"rounds": next(iter(norms.values())).new_zeros(())}}
 
     def _come_of_age(self, server: Tree) -> Tree:
@@ -199,7 +204,11 @@ class SpikeSlab(Prior):
         edge = min(self.theta_start, 1 - self.theta_start)
         theta = {layer: gate.mean(0).clamp(edge, 1 - edge) for layer, gate in assignments["gates"].items()}
         logits = {layer: (value / (1 - value)).log() for layer, value in theta.items()}
-        return {**server, "weights": weights, "thresholds": self._thresholds(self.gating.norms(weights), logits)}
+        thresholds = self._thresholds(self.gating.norms(weights), logits)
+        if "age" in server:
+            dense = server["age"]["rounds"] <= self.dense_rounds
+            thresholds = {layer: torch.where(dense, server["thresholds"][layer], v) for layer, v in thresholds.items()}
+        return {**server, "weights": weights, "thresholds": thresholds}
 
     def predict(self, server: Tree) -> Params:
         weights = self.gating.prune(server["weights"], self.open_gates(server)[0])

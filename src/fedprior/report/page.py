@@ -56,7 +56,8 @@ round's clients. Near zero, all agree on which units the network needs.</p>
 <div class="grid" id="cost"></div>
 <section id="partition-section">
 <h2>Who has what</h2>
-<p class="soft">The darker a cell, the larger the share of the client's training examples that is of that class.</p>
+<p class="soft">The stronger a cell's colour, the larger the share of the client's training examples that is of that
+class.</p>
 <div class="grid" id="partition"></div>
 </section>
 <h2>Settings</h2>
@@ -115,11 +116,12 @@ def _subtitle(runs: Sequence[Run]) -> str:
     if not runs:
         return "None of the folders holds a run that can be read."
     rounds = span(run.planned for run in runs)
-    cohort = span(int(run.config["run"].get("clients_per_round", 0)) for run in runs)
+    cohorts = [n for run in runs if isinstance(n := run.config["run"].get("clients_per_round"), int)]
     devices = ", ".join(sorted({str(run.summary["device"]) for run in runs if run.summary and "device" in run.summary}))
     clients = {len(run.partition.train) for run in runs if run.partition}
     of = f" of {span(clients)}" if clients else ""
-    parts = [f"{rounds} rounds", f"{cohort}{of} clients a round", f"seed {span(run.seed for run in runs)}", devices]
+    cohort = f"{span(cohorts)}{of} clients a round" if cohorts else ""
+    parts = [f"{rounds} rounds", cohort, f"seed {span(run.seed for run in runs)}", devices]
     return " · ".join(part for part in parts if part)
 
 
@@ -179,12 +181,14 @@ def _settings(runs: Sequence[Run]) -> str:
         values = [_plain(run.config.get(table, {}).get(key)) for run in runs]
         differs = ' class="differs"' if len(set(values)) > 1 else ""
         columns = "".join(f"<td>{html.escape(value)}</td>" for value in values)
-        lines.append(f"<tr{differs}><td>{html.escape(f'{table}.{key}')}</td>{columns}</tr>")
+        # On a phone a name breaks between its words.
+        name = html.escape(f"{table}.{key}").replace(".", ".<wbr>").replace("_", "_<wbr>")
+        lines.append(f"<tr{differs}><td>{name}</td>{columns}</tr>")
     return f'<table class="settings"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _plain(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _commands(runs: Sequence[Run], repeat: Callable[[Run], str] | None) -> list[str]:

@@ -11,6 +11,8 @@ from fedprior.report.watch import round_seconds
 
 POINTS = 800
 """A line has about so many points; longer runs are shown by the means of consecutive rounds."""
+CLIENTS = 1000
+"""A partition's picture has about so many clients; of more, every second, third, … is drawn."""
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
 PER_EVALUATION = ("global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max")
 
@@ -90,13 +92,15 @@ def _partitions(runs: Sequence[Run]) -> list[dict[str, Any]]:
         shares = part.train / np.maximum(part.train.sum(1, keepdims=True), 1)
         top = shares.argmax(1)
         order = np.lexsort((-shares.max(1), top))
+        drawn = order[:: -(-len(order) // CLIENTS)]
         seeds, sizes = span(run.seed for run in sharing), [int(counts.sum()) for counts in (part.train, part.test)]
         pictures.append(
             {
                 "title": f"{sharing[0].task}, seed {seeds}",
                 "note": f"{sizes[0]:,} training and {sizes[1]:,} test examples, partition {part.fingerprint}",
-                "counts": part.train[order].tolist(),
-                "order": order.tolist(),
+                "clients": len(order),
+                "counts": part.train[drawn].tolist(),
+                "order": drawn.tolist(),
             }
         )
     return pictures

@@ -273,7 +273,7 @@ def _partition(path: Path) -> Partition | None:
         if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
             raise ValueError("counts are not one row a client, one column a class")
         return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"partition.json is damaged: {error}") from error
 
 

@@ -10,10 +10,11 @@ COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "
 
 
 def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The cells of the table, one row a run."""
+    """The cells of the table, one row a run, with its seed where they have several."""
+    several = len(_seeds(summaries)) > 1
     return [
         [
-            str(s["label"]),
+            f"{s['label']} ({s['seed']})" if several else str(s["label"]),
             _percent(s["global_accuracy"]),
             _percent(s["local_accuracy"]),
             f"{s['bytes_up'] / 1e6:,.1f}",
@@ -38,14 +39,25 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
 
 def markdown_table(summaries: Sequence[dict[str, Any]]) -> str:
     """The same table for a file."""
-    lines = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1), *rows(summaries)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{_title(summaries)}\n\n{table}\n"
+    return f"{_title(summaries)}\n\n{markdown_lines(COLUMNS, rows(summaries))}"
+
+
+def markdown_lines(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose first column is text and whose others are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    lines += [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _title(summaries: Sequence[dict[str, Any]]) -> str:
-    s = summaries[0]
-    return f"{s['task']}, {s['rounds']} rounds, seed {s['seed']}, {s['device']}, fedprior {s['version']}"
+    if not summaries:
+        return "no run was finished"
+    s, seeds = summaries[0], ", ".join(map(str, _seeds(summaries)))
+    return f"{s['task']}, {s['rounds']} rounds, seed {seeds}, {s['device']}, fedprior {s['version']}"
+
+
+def _seeds(summaries: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted({s["seed"] for s in summaries if "seed" in s})
 
 
 def _percent(fraction: float | None) -> str:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.report.records import Run
-from fedprior.report.table import COLUMNS, rows
+from fedprior.report.table import COLUMNS, markdown_lines, rows
 from fedprior.report.watch import round_seconds
 
 HEADER = (*COLUMNS[:1], "seed", "rounds", *COLUMNS[1:])
 NUMBERS = ("global_accuracy", "local_accuracy", "bytes_up", "bytes_down", "sparsity")
 SIZES = ("parameters", "effective_parameters", "seconds")
-LATEX = {"\\": r"\textbackslash{}", "–": "--"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+LATEX |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
 
 
 def summary_of(run: Run) -> dict[str, Any]:
@@ -38,9 +39,7 @@ def cells(run: Run) -> list[str]:
 
 def markdown(runs: Sequence[Run]) -> str:
     """A table for a README."""
-    lines = [HEADER, ["---"] + ["---:"] * (len(HEADER) - 1)]
-    lines += [[cell.replace("|", "\\|") for cell in cells(run)] for run in runs]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_lines(HEADER, [cells(run) for run in runs])
 
 
 def latex(runs: Sequence[Run]) -> str:

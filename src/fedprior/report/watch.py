@@ -111,7 +111,7 @@ def round_seconds(path: Path) -> dict[int, float]:
         try:
             record = json.loads(line)
             seconds[int(record["round"])] = float(record["seconds"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             continue
     return seconds
 

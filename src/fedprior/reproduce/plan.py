@@ -9,12 +9,9 @@ from fedprior.algorithms import algorithm_settings
 from fedprior.errors import RunError, SettingError
 from fedprior.report.records import Broken, Run, read_run
 from fedprior.reproduce.experiments import Experiment
-from fedprior.runs import run_settings, sort_settings
+from fedprior.runs import HERE_ONLY, run_settings, sort_settings
 from fedprior.settings import plain
 from fedprior.tasks import task_options
-
-HERE_ONLY = frozenset({"device", "data_dir", "mode", "workers", "wire", "checkpoint_every"})
-"""Settings that say where and how a run is computed, not what."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
     if wanted != "in-turn" and not algorithm.vectorises:
         if wanted == "auto":
             return "in-turn"
-        raise SettingError("this local optimiser does not act element by element, so clients must train in turn")
+        raise SettingError(
+            "an optimiser does not act element by element, so clients must train in turn: set mode=in-turn"
+        )
     if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
         why = "there is no CUDA device" if not on_gpu else "several ranks share it"
         why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why

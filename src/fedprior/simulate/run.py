@@ -106,13 +106,18 @@ class Result:
     path: Path | None
 
 
-def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
-    """The simulation of a run before its first round."""
-    check_trainable(network.module)
+def check_cohort(settings: Settings, data: FederatedData) -> None:
+    """Refuse cohorts that are larger than the population."""
     if settings.clients_per_round > data.clients:
         raise SettingError(
             f"clients_per_round is {settings.clients_per_round}, but there are only {data.clients} clients"
         )
+
+
+def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
+    """The simulation of a run before its first round."""
+    check_trainable(network.module)
+    check_cohort(settings, data)
     device = settings.resolved_device()
     schedule = Schedule(settings.batch_size, settings.epochs, settings.local_steps)
     built = simulation(

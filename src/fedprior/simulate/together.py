@@ -116,17 +116,24 @@ class Together:
         self.seen: set[Shape] = set()
         self.graphs: dict[Shape, Captured] = {}
         self.diverged: dict[int, DivergedError] = {}
+        self.alive = torch.ones(len(simulations), dtype=torch.bool, device=self.device)
+        """Runs that have not diverged; the state of the others stays as it was before that round."""
+        self.counted = False
+        """Whether the optimiser's counts, which are one for all runs, moved in the last round."""
+        self.settled: set[int] = set()
+        """Runs that diverged and have been given their moments back."""
         self.layers: list[str] = []
-        self.next: tuple[list[list[int]], Shape, Inputs] | None = None
         self._show()
 
     # ------------------------------------------------------------------ one round
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One round of every run; a run that diverged answers with its error from then on."""
         start = time.perf_counter()
-        clients, shape, inputs = self._prepare(self.runs[0].round + 1)
+        clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
         outputs = self._replay(shape, inputs)
         numbers = Numbers(*_to_host(outputs.numbers))
+        fine = numbers.fine_clients.all(1) & numbers.fine_server
+        self.counted = any(bool(fine[place]) for place in range(len(fine)) if place not in self.diverged)
         for place, run in enumerate(self.runs):
             if place not in self.diverged:
                 self._conclude(place, run, clients[place], numbers, outputs.memory)
@@ -139,12 +146,15 @@ class Together:
         return records
 
     def sync(self) -> None:
-        """Write the server's moments back to every run, so that it can be saved as if it had run alone."""
-        if self.optimiser is None:
-            return
+        """Write the server's moments back to every run, so that it can be saved as if it had run alone.
+
+        To be called after the round in which a run diverges: later, the count of its steps is no longer known.
+        """
         for place, run in enumerate(self.runs):
-            if run.optimiser is not None and run.round > 0:
-                run.optimiser.load_state(self.optimiser.row(place, late=place in self.diverged))
+            if self.optimiser and run.optimiser and run.round > 0 and place not in self.settled:
+                late = place in self.diverged and self.counted
+                run.optimiser.load_state(self.optimiser.row(place, late=late))
+        self.settled = set(self.diverged)
 
     def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
         """Choose the cohorts, on the host."""
@@ -242,7 +252,7 @@ class Together:
         fraction = self.cohort / first.data.clients
         updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
         fine_server = _finite({k: v for k, v in updated.items() if k != "floored"}, 1)
-        fine = fine & fine_server
+        fine = fine & fine_server & self.alive
         for moment, old in zip(moments, before, strict=True):
             moment.copy_(_choose(fine if moment.dim() else fine.any(), moment, old))
         known = dict(trees.leaves(self.server))
@@ -289,6 +299,7 @@ class Together:
         elif not bool(numbers.fine_server[place]):
             self.diverged[place] = server_diverged(number)
         if place in self.diverged:
+            self.alive[place] = False
             return
         for i, client in enumerate(clients if self.blank else []):
             run.memory[client] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))

@@ -172,8 +172,9 @@ class UnitGating(Gating):
             values = self._along(values, parameter, axis)
             masks[parameter] = masks[parameter] * values if parameter in masks else values
 
-        heard = self._heard(gates)
-        for source, values in heard.items():  # a unit that nobody reads is gone, though its own gate be open
+        for source, values in self._heard(
+            gates
+        ).items():  # a unit that nobody reads is gone, though its own gate be open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
         for reader in self.structure.readers:
@@ -182,7 +183,7 @@ class UnitGating(Gating):
                 continue
             silent = torch.ones_like(gates[gated[0]])
             for source in gated:
-                silent = silent * (1 - gates[source] * heard[source] if source in heard else 1 - gates[source])
+                silent = silent * (1 - gates[source])
             narrow(reader.parameter, (1 - silent).repeat_interleave(reader.repeat), 1)
         return masks
 
@@ -193,7 +194,7 @@ class UnitGating(Gating):
             source
             for reader in self.structure.readers
             for source in reader.sources
-            if self.axes.get(reader.parameter.removesuffix(".weight")) != 1
+            if self.axes.get(reader.parameter.removesuffix(".weight")) != 1 or source not in self.structure.owned
         }
         for reader in self.structure.readers:
             for source in reader.sources:

@@ -34,4 +34,5 @@ class Structure:
     shapes: dict[str, tuple[int, ...]]
     output_layers: tuple[str, ...]
     owned: dict[str, tuple[str, ...]]
-    """What a unit of each source has a row of, whether or not it has a gate of its own."""
+    """What a unit of each source has a row of, whether or not it has a gate of its own. Sources with a norm are left
+    out: a unit that nobody reads is still part of its neighbours' statistics."""

@@ -87,7 +87,11 @@ def find_structure(
             "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    owned = {layer.name: layer.parameters for layer in found.layers.values()}
+    owned = {
+        layer.name: layer.parameters
+        for layer in found.layers.values()
+        if all(parameter.rpartition(".")[0] == layer.name for parameter in layer.parameters)
+    }
     return Structure(layers, found.readers, shapes, tuple(sorted(found.outputs)), owned)
 
 

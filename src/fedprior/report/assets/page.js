@@ -53,6 +53,8 @@ function scale(low, high, from, to, log) {
   const a = f(low), b = f(high) === a ? a + 1 : f(high);
   return (v) => from + ((f(v) - a) / (b - a)) * (to - from);
 }
+// Not Math.min(...values): hundreds of long runs have more points than a call may have arguments.
+const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 const quantile = (values, q) => [...values].sort((a, b) => a - b)[Math.floor(q * (values.length - 1))];
 
 // ---------------------------------------------------------------- a chart of lines
@@ -93,7 +95,7 @@ class LineChart {
   }
   range(series) {
     const xs = series.flatMap((s) => s.points.map((p) => p[0])), ys = series.flatMap((s) => s.points.map((p) => p[1]));
-    let [x0, x1] = [Math.min(...xs), Math.max(...xs)], [y0, y1] = [Math.min(...ys), Math.max(...ys)];
+    let [x0, x1] = extent(xs), [y0, y1] = extent(ys);
     if (!this.state.logX) x0 = 0;
     if (this.spec.y.zero && !this.state.logY) y0 = Math.min(0, y0);
     // The steep first rounds would squeeze all that follows into one line.
@@ -227,7 +229,8 @@ class Heatmap {
     const every = Math.ceil(13 / row);
     for (let label = 0; label < classes; label += every) pen.fillText(label, left - 6, label * row + row / 2 + 4);
     pen.textAlign = "center";
-    pen.fillText(`${clients} clients, sorted by their most frequent class`, left + (width - left) / 2, height - 8);
+    const of = clients < this.part.clients ? `${clients} of ${this.part.clients.toLocaleString("en")}` : clients;
+    pen.fillText(`${of} clients, sorted by their most frequent class`, left + (width - left) / 2, height - 8);
     pen.textAlign = "left";
     pen.fillText("class", 0, 11);
     Object.assign(this, { cell, row, left });
