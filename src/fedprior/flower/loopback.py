@@ -233,7 +233,8 @@ def end_on_signals() -> None:
     Its processes have sessions of their own and would outlive a closed terminal.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def _program(name: str) -> str:
