@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from fedprior.flower.deploy import APP
-from fedprior.flower.loopback import HOST, Loopback
+from fedprior.flower.loopback import HOST, Loopback, end_on_signals
 from fedprior.simulate import RunFolder
 
 JOBS = {
@@ -91,6 +91,7 @@ def measure(federation: Loopback, proxy: CountingProxy, folder: Path, name: str,
 
 def main() -> None:
     """Measure and print."""
+    end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

@@ -17,7 +17,7 @@ import torch
 import fedprior
 from fedprior.flower import named_job
 from fedprior.flower.deploy import APP
-from fedprior.flower.loopback import Loopback
+from fedprior.flower.loopback import Loopback, end_on_signals
 from fedprior.simulate import RunFolder
 
 ROUNDS = {"simulation": 3, "deployment": 3, "killed": 5}
@@ -67,6 +67,7 @@ def difference(one: Path, other: Path) -> float:
 
 def main() -> None:
     """Run and print."""
+    end_on_signals()
     # As many threads as the deployment's processes have: sums that are divided among cores round differently.
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from rich.markup import escape
 
 from fedprior.errors import FedpriorError, RunError
 from fedprior.flower.job import named_job
-from fedprior.flower.loopback import Loopback
+from fedprior.flower.loopback import Loopback, end_on_signals
 from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate import RunFolder
@@ -130,8 +129,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--settings", default=SETTINGS, help="key=value; key=value")
     given = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # processes in sessions of their own outlive a closed terminal
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    end_on_signals()
     out = given.out or unused_folder(Path("runs") / "deploy")
     try:
         summary = deploy(out, rounds=given.rounds, settings=given.settings)

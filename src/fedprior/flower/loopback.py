@@ -113,7 +113,8 @@ class Loopback:
 
     def kill(self, name: str) -> None:
         """SIGKILL, with everything the process started: a power failure."""
-        _end(self.processes.pop(name), patience=0)
+        process = self.processes.pop(name)
+        _end(process, _groups(process.pid), patience=0)
 
     def run(self, app: Path, config: Mapping[str, Any]) -> str:
         """Submit the app; the id of its run."""
@@ -153,11 +154,12 @@ class Loopback:
         with _patient():
             nodes = [name for name in self.processes if name != "superlink"]
             for names in (nodes, [name for name in self.processes if name not in nodes]):
+                groups = {name: _groups(self.processes[name].pid) for name in names}
                 for name in names:
                     if self.processes[name].poll() is None:
                         self.processes[name].send_signal(signal.SIGTERM)
                 for name in names:
-                    _end(self.processes.pop(name))
+                    _end(self.processes.pop(name), groups[name])
 
     def _spawn(self, name: str, command: list[str]) -> None:
         """A process in a group of its own, so that it can be ended with its children, and Ctrl-C is ours alone."""
@@ -187,13 +189,28 @@ class Loopback:
         }
 
 
-def _end(process: subprocess.Popen[bytes], patience: float = 10) -> None:
-    """Wait for a process, or kill it; and what it had started, which is in its group."""
+def _end(process: subprocess.Popen[bytes], groups: set[int], patience: float = 10) -> None:
+    """Wait for a process, or kill it; and what it had started, which is in these groups."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     process.wait()
+
+
+def _groups(pid: int) -> set[int]:
+    """The groups of a process of ours and of all that it has started: a SuperLink's executor has one of its own."""
+    try:
+        listed = subprocess.run(["ps", "-Ao", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no ps here: Flower's processes miss their parent by themselves
+        return {pid}
+    rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    family, size = {pid}, 0
+    while len(family) > size:
+        size = len(family)
+        family |= {child for child, parent, _ in rows if parent in family}
+    return {pid} | {group for child, _, group in rows if child in family}
 
 
 @contextlib.contextmanager
@@ -208,6 +225,16 @@ def _patient() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_on_signals() -> None:
+    """For a program that uses `Loopback`: leave its block also when the program is told to end.
+
+    Its processes have sessions of their own and would outlive a closed terminal.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def _program(name: str) -> str:
