@@ -1,11 +1,12 @@
 """The physically smaller network: units that are zero, and everything that reads them, are not there any more.
 
 A unit is gone where its row of the weight, its bias and its norm's affine pair are exactly zero, whatever closed it, so
-this needs a network and no prior. Three things keep it exact:
+this needs a network and no prior. Four things keep it exact:
 
 - Channels that are added (a residual connection) must stay the same channels, so one is removed only where every layer
   that adds to it has closed it; elsewhere the row of zeros stays.
 - A norm's statistics count the zeros of a closed unit: see `PrunedNorm`.
+- A linear layer may read only some of the columns that a flattened channel feeds (gates on inputs): it selects them.
 - The smaller network is run beside the original before it is returned.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from fedprior.compact.norm import PrunedNorm
+from fedprior.compact.layers import read_columns, shrink_layer, smaller_norm
 from fedprior.errors import ModelError
 from fedprior.models import Ensemble
 from fedprior.units.operations import CONVOLUTIONS, NORMS, name_of
@@ -50,15 +51,23 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
         return Compact(Ensemble([m.module for m in members]).eval(), units, members[0].note)
     module = copy.deepcopy(module).eval()
     pruned = {name for name, layer in _layers(module) if _zero_rows([layer.weight, layer.bias]).any()}
-    if not pruned:
+    unread = {name for name, layer in _layers(module) if isinstance(layer, nn.Linear) and not read_columns(layer).all()}
+    if not pruned | unread:
         return Compact(module)
     try:
         found = find_wires(module, example, ungated={name for name, _ in _layers(module)} - pruned)
-        small, units = _remove(found, _channels_left(module, found, align))
+        open_ = {
+            name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters])
+            for name, layer in found.layers.items()
+        }
+        left = _channels_left(found, open_, align)
+        small, units = _remove(found, left)
         _check_equal(module, small, example)
     except ModelError as error:
         return Compact(module, {}, f"no unit was removed: {error}")
-    return Compact(small, units)
+    stay = sum(int((left[name] & ~open_[name]).sum()) for name in left if open_[name].any())
+    added = "closed units stay as zeros: their channels are added to some that are open"
+    return Compact(small, units, f"{stay:,} {added}" if stay and align == 1 else "")
 
 
 def _layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -73,6 +82,7 @@ def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
 
 def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
     """Shrink the traced copy, operation by operation."""
+    selected: dict[str, tuple[int, int]] = {}
     for node in list(found.graph.graph.nodes):
         inputs = [found.wires[n] for n in node.all_input_nodes if found.shapes[n] is not None]
         columns = _columns(inputs[0], left) if inputs else None
@@ -80,20 +90,18 @@ def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict
             name = str(node.target)
             rows = left[name] if name in found.layers else None
             _shrink_module(found, node, rows, columns)
+            selected |= _select_inputs(found, node)
         elif columns is not None and name_of(node.target) in ("view", "reshape"):
             # Its sizes may be written out as numbers; the walk has found that it flattens, or leaves all as it is.
             _replace_reshape(found, node)
     found.graph.graph.lint()
     found.graph.recompile()
     lost = [name for name in found.layers if not bool(left[name].all())]
-    return found.graph, {name: (int(left[name].sum()), len(left[name])) for name in lost}
+    return found.graph, {name: (int(left[name].sum()), len(left[name])) for name in lost} | selected
 
 
-def _channels_left(module: nn.Module, found: Wires, align: int) -> dict[str, Tensor]:
+def _channels_left(found: Wires, open_: dict[str, Tensor], align: int) -> dict[str, Tensor]:
     """For every gated layer which channels stay: layers that are added to each other keep the same ones."""
-    open_ = {
-        name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters]) for name, layer in found.layers.items()
-    }
     together: list[set[str]] = []
     for sources in {wire.sources for wire in found.wires.values() if wire.sources}:
         joined = {*sources}.union(*(group for group in together if group & sources))
@@ -143,55 +151,34 @@ def _shrink_module(found: Wires, node: fx.Node, rows: Tensor | None, columns: Te
     name = str(node.target)
     module = found.graph.get_submodule(name)
     if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
-        _shrink_layer(name, module, rows, columns)
+        shrink_layer(name, module, rows, columns)
     elif columns is not None and isinstance(module, NORMS):
         parent, _, last = name.rpartition(".")
         axis = found.wires[node].axis
-        setattr(found.graph.get_submodule(parent), last, _smaller_norm(module, columns, axis))
+        setattr(found.graph.get_submodule(parent), last, smaller_norm(module, columns, axis))
     elif columns is not None and isinstance(module, nn.PReLU) and module.weight.numel() > 1:
         module.weight = nn.Parameter(module.weight.detach()[columns])
         module.num_parameters = module.weight.numel()
 
 
-def _shrink_layer(name: str, layer: nn.Module, rows: Tensor | None, columns: Tensor | None) -> None:
-    if "weight" not in layer._parameters:
-        raise ModelError(f"module {name!r} computes its weight from other parameters")
-    weight, bias = layer.weight, layer.bias
-    assert isinstance(weight, Tensor)
-    if columns is not None:
-        weight = weight[:, columns]
-    if rows is not None:
-        weight = weight[rows]
-        if isinstance(bias, Tensor):
-            layer.bias = nn.Parameter(bias.detach()[rows])
-    layer.weight = nn.Parameter(weight.detach().clone())
-    outputs, inputs = weight.shape[:2]
-    if isinstance(layer, nn.Linear):
-        layer.out_features, layer.in_features = outputs, inputs
-    elif isinstance(layer, CONVOLUTIONS):
-        layer.out_channels, layer.in_channels = outputs, inputs * layer.groups
-
-
-def _smaller_norm(norm: nn.Module, keep: Tensor, axis: int) -> nn.Module:
-    if bool(keep.all()):
-        return norm
-    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # an instance norm, which treats each channel alone
-        assert isinstance(norm, NORMS[2:])
-        small = copy.deepcopy(norm)
-        small.num_features = int(keep.sum())
-        if norm.affine:
-            small.weight, small.bias = (nn.Parameter(p.detach()[keep]) for p in (norm.weight, norm.bias))
-        return small
-    groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
-    kept = [int(part.sum()) for part in keep.chunk(groups)]
-    weight, bias = norm.weight.detach()[keep], None if norm.bias is None else norm.bias.detach()[keep]
-    new = PrunedNorm(
-        tuple(k for k in kept if k), len(keep) // groups, tuple(weight.shape), axis, norm.eps, bias is not None
-    )
-    new.weight = nn.Parameter(weight)
-    if bias is not None:
-        new.bias = nn.Parameter(bias)
-    return new.eval()
+def _select_inputs(found: Wires, node: fx.Node) -> dict[str, tuple[int, int]]:
+    """Let a linear layer read only the inputs that it has weights for, if that saves more than their numbers take."""
+    name = str(node.target)
+    layer = found.graph.get_submodule(name)
+    if not isinstance(layer, nn.Linear):
+        return {}
+    read = read_columns(layer)
+    kept, of = max(1, int(read.sum())), len(read)
+    if (of - kept) * layer.out_features * layer.weight.element_size() <= kept * 8:
+        return {}
+    read[: 1 if not read.any() else 0] = True
+    chosen = f"{name.replace('.', '_')}_inputs"
+    found.graph.register_buffer(chosen, read.nonzero().flatten())
+    shrink_layer(name, layer, None, read)
+    graph, (source,) = found.graph.graph, node.all_input_nodes
+    with graph.inserting_before(node):
+        node.replace_input_with(source, graph.call_function(torch.index_select, (source, -1, graph.get_attr(chosen))))
+    return {f"{name}'s inputs": (kept, of)}
 
 
 def _replace_reshape(found: Wires, node: fx.Node) -> None:
