@@ -7,17 +7,17 @@ BIN := .venv/bin
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
 
-test: .venv/ready
+test: .venv/tools
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal src tests
 
 # The same algorithm on real machines, all of them this one: a TLS server and three authenticated devices.
-deploy: .venv/ready
+deploy: .venv/tools
 	$(BIN)/python -m fedprior.flower.deploy
 
-format: .venv/ready
+format: .venv/tools
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -32,9 +32,15 @@ benchmarks/.venv/ready: benchmarks/requirements.txt
 clean:
 	rm -rf .venv benchmarks/.venv runs
 
-# constraints.txt pins every version, torch's CPU build among them; the package itself asks for a range.
+# What `make run` needs. constraints.txt pins every version, torch's CPU build
+# among them; the package itself asks for a range. Modules are compiled when they are first used, which saves half a minute.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprior needs Python 3.11 or newer; say which with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[report]'
+	@touch $@
+
+# What the tests, the deployment and an export need besides.
+.venv/tools: .venv/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report,export,tensorboard,flower]'
 	@touch $@

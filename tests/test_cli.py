@@ -165,7 +165,7 @@ def test_labels_and_paths_may_hold_anything(shell, tmp_path):
     assert label in ast.get_docstring(ast.parse((tmp_path / "[small]" / "model.py").read_text()))
 
 
-def test_a_sweep_names_its_seeds_and_survives_when_all_diverge(shell, tmp_path):
+def test_a_sweep_names_its_seeds_and_says_when_all_diverge(shell, tmp_path):
     assert shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0,1", "--rounds", 1, "--out", "good")[0] == 0
     table = (tmp_path / "good" / "table.md").read_text()
     assert "seed 0, 1, cpu" in table
@@ -173,10 +173,9 @@ def test_a_sweep_names_its_seeds_and_survives_when_all_diverge(shell, tmp_path):
     assert "| fedavg (1) |" in table
     wild = ("--set", "local_optimiser=SGD(lr=1e30)")
     code, out, err = shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0", *wild, "--out", "bad")
-    assert code == 0
+    assert code == 2
     assert "fedavg, seed 0" in err
-    assert "no run was finished" in out
-    assert (tmp_path / "bad" / "report.html").exists()
+    assert "every run of the sweep diverged" in err
 
 
 def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
