@@ -8,7 +8,7 @@ from fedprior.corrections import Correction, Scaffold
 from fedprior.em import Algorithm
 from fedprior.network import Network
 from fedprior.optimisers import Optimiser
-from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Prior, SpikeSlab
+from fedprior.priors import Budgeted, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Prior, SpikeSlab
 from fedprior.settings import nearest, resolve
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
@@ -102,13 +102,15 @@ def spike_slab(
     network: Network,
     *,
     structured: bool = True,
+    sparsity: float | None = None,
     lambda0: float = 5e-6,
     precision: float = 0.0,
     cross_entropy: float = 1e-4,
     temperature: float = 1e-3,
     theta_start: float = 0.99,
     prune_below: float = 0.1,
-    dense_rounds: int = 0,
+    dense_rounds: int | None = None,
+    shrink: float = 0.05,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -120,16 +122,24 @@ def spike_slab(
     server_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-2}),
     scaffold: bool = False,
 ) -> Algorithm:
-    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
+    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form.
+
+    With a sparsity the gates are assigned to reach it, and there are no thresholds; without one, λ₀ decides.
+    """
+    gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
+    if sparsity is not None:
+        dense = 20 if dense_rounds is None else dense_rounds
+        prior = Budgeted(gating, sparsity, precision, dense, shrink)
+        return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
     prior = SpikeSlab(
-        gating=_gating(network, structured, gate_output, linear_gates, ungated, floor),
+        gating=gating,
         lambda0=lambda0,
         precision=precision,
         cross_entropy=cross_entropy,
         temperature=temperature,
         theta_start=theta_start,
         prune_below=prune_below,
-        dense_rounds=dense_rounds,
+        dense_rounds=dense_rounds or 0,
         prune_server=prune_server,
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}

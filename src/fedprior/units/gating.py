@@ -40,6 +40,10 @@ class Gating(ABC):
     def joint_norms(self, params: Params) -> Tensor:
         """The same, all layers in one vector."""
 
+    def strengths(self, params: Params) -> Gates:
+        """How much a group has to say; unlike its norm, the same when a network is rescaled without effect."""
+        return self.norms(params)
+
     def join(self, gates: Gates) -> Tensor:
         """The gates of all layers in one vector: arithmetic on one long vector costs less than on many short ones."""
         return torch.cat([gates[layer].reshape(-1) for layer in self.gate_shapes])
@@ -88,15 +92,14 @@ class Gating(ABC):
     def effective_parameters(self, gates: Gates) -> Tensor:
         """The size of the network that the gates leave."""
         masks = self.mask(gates)
-        total = torch.zeros((), dtype=torch.float64)
-        for name, shape in self.shapes.items():
-            size = torch.Size(shape).numel()
-            if name in masks:
-                mask = masks[name]
-                total = total.to(mask.device) + mask.double().sum() * (size / mask.numel())
-            else:
-                total = total + size
-        return total
+        sizes = {name: torch.Size(shape).numel() for name, shape in self.shapes.items()}
+        left = [mask.double().sum() * (sizes[name] / mask.numel()) for name, mask in masks.items()]
+        return torch.stack(left).sum() + (self.parameters - sum(sizes[name] for name in masks))
+
+    @property
+    def parameters(self) -> int:
+        """The size of the dense network."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def all_open(self, like: Params) -> Gates:
         """Every gate open."""
@@ -142,6 +145,17 @@ class UnitGating(Gating):
         values = params[layer.parameters[index]].transpose(0, layer.axis)
         norms: Tensor = torch.linalg.vector_norm(values.reshape(layer.size, -1), dim=1) if values.dim() > 1 else values
         return norms
+
+    def strengths(self, params: Params) -> Gates:
+        """The norm of the weights that make a unit, times the norm of those that read it."""
+        heard: Gates = {}
+        for reader in self.structure.readers:
+            squares = params[reader.parameter].square().transpose(0, 1).flatten(1).sum(1)
+            for source in reader.sources:
+                if self.axes.get(source) == 0:
+                    heard[source] = heard.get(source, 0.0) + squares.unflatten(0, (-1, reader.repeat)).sum(1)
+        norms = self.norms(params)
+        return {layer: norm * heard[layer].sqrt() if layer in heard else norm for layer, norm in norms.items()}
 
     def sizes(self) -> dict[str, int]:
         return {

@@ -1,0 +1,150 @@
+"""Spike and slab under a budget: FedSparse for a size that the user names.
+
+    z_g ∈ {0, 1} for all clients,   φ | z = 1 ~ N(w, 1/λ),   φ | z = 0 ~ δ(0),   size(z) ≤ budget
+
+The gates are global, as in federated dropout, and the M-step assigns them: it keeps what costs the most to lose. A unit's
+strength is the norm of the weights that make it times the norm of those that read it, which does not change when a
+ReLU network is rescaled; its share is its strength over that of its layer. Losing the unit moves what the layer says by
+that share, and a loss near its minimum is quadratic, so
+
+    z_g = 1  ⟺  share_g² > μ · (parameters that go with the unit)
+
+with the price μ, the dual variable of the budget, as small as the budget allows. There is nothing to tune: the budget
+says where the price stands, and units of any scale, from any initialisation, are compared within their own layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprior.errors import SettingError
+from fedprior.priors.base import Prior, Term
+from fedprior.priors.gated import gated_layout, gated_mean
+from fedprior.priors.gaussian import squared_distance
+from fedprior.trees import Gates, Params, Tree
+from fedprior.units import Gating
+from fedprior.wire import Layout
+
+
+@dataclass(frozen=True)
+class Budgeted(Prior):
+    """Gates that the server assigns, so many that the asked share of parameters is gone."""
+
+    gating: Gating
+    sparsity: float = 0.5
+    """The share of parameters to be rid of, effective: with a unit go the weights that read it."""
+    precision: float = 0.0
+    """λ: the pull of a client's weights towards the server's."""
+    dense_rounds: int = 20
+    """Rounds before the first unit goes: strengths come to mean something."""
+    shrink: float = 0.05
+    """After them, the share of the network that goes in a round at most."""
+    scalars = ("sparsity", "precision", "shrink")
+
+    def __post_init__(self) -> None:
+        most = self.most_sparse()
+        if not 0 <= self.sparsity <= most:
+            raise SettingError(f"sparsity must lie between 0 and {most:.4f}, which leaves each layer its floor of units")
+        if not self.precision >= 0:
+            raise SettingError(f"precision must be at least 0, got {self.precision}")
+        if self.dense_rounds < 0:
+            raise SettingError(f"dense_rounds must be at least 0, got {self.dense_rounds}")
+        if not 0 < self.shrink <= 1:
+            raise SettingError(f"shrink must be above 0 and at most 1, got {self.shrink}")
+
+    def most_sparse(self) -> float:
+        """The sparsity of the smallest network there is."""
+        everything = {name: torch.zeros(shape) for name, shape in self.gating.gate_shapes.items()}
+        least, _ = self.gating.floor(everything, everything)
+        return 1 - float(self.gating.effective_parameters(least)) / self.gating.parameters
+
+    # ------------------------------------------------------------------ the density
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ Σ_j z_j (φ_j − w_j)²."""
+        mask = self.gating.mask(assignment["gates"])
+        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+
+    def temper(self) -> Mapping[str, float]:
+        return {"drift": self.precision}
+
+    # ------------------------------------------------------------------ the server
+    def init(self, params: Params) -> Tree:
+        gates = self.gating.all_open(params)
+        return {"weights": params, "open": gates, "age": {"rounds": next(iter(gates.values())).new_zeros(())}}
+
+    def prune(self, server: Tree) -> Tree:
+        """Assign the gates of the next round, and take what they close out of the weights."""
+        age = server["age"]["rounds"] + 1
+        # An optimiser's momentum moves what was pruned.
+        weights = self.gating.prune(server["weights"], server["open"])
+        gates, floored = self.assign(weights, server["open"], self._goal(age))
+        weights = self.gating.prune(weights, gates)
+        return {**server, "weights": weights, "open": gates, "floored": floored, "age": {"rounds": age}}
+
+    def _goal(self, age: Tensor) -> Tensor:
+        """How many parameters the network may have in a round: the target, reached by a constant share a round."""
+        share = (1 - self.shrink) ** (age - 1 - self.dense_rounds).clamp(min=0)
+        return share.clamp(min=1 - self.sparsity) * self.gating.parameters
+
+    def assign(self, weights: Params, gates: Gates, goal: Tensor) -> tuple[Gates, Gates]:
+        """Close the gates of the least worth a parameter until no more than `goal` are left.
+
+        What goes with a unit is counted as if it alone went. Two that go together share some weights, so this closes too
+        few rather than too many, and the next round closes the rest.
+        """
+        costs, size = torch.func.grad_and_value(self.gating.effective_parameters)(gates)
+        cost, is_open = self.gating.join(costs), self.gating.join(gates) > 0
+        worth = self.gating.join(self.shares(weights)) ** 2 / cost.clamp(min=1)
+        worth = torch.where(is_open, worth, torch.inf)
+        order = worth.argsort()
+        gone = torch.where(is_open, cost, 0.0)[order].double()
+        # Half of its own cost: the last one closes if that brings the size nearer to the goal.
+        closes = gone.cumsum(0) - gone / 2 < size - goal
+        kept = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
+        return self.gating.floor(self.gating.part(kept), self.gating.part(torch.where(is_open, worth, -1.0)))
+
+    def shares(self, weights: Params) -> Gates:
+        """The share that every unit has in the strength of its layer."""
+        return {layer: s / s.sum().clamp(min=1e-30) for layer, s in self.gating.strengths(weights).items()}
+
+    def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        return {"weights": server["weights"], "gates": server["open"]}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        return {**server, "weights": gated_mean(self.gating, assignments, server)}
+
+    def predict(self, server: Tree) -> Params:
+        weights = self.gating.prune(server["weights"], server["open"])
+        return {name: value.unsqueeze(0) for name, value in weights.items()}
+
+    # ------------------------------------------------------------------ the client
+    def expect(self, local: Tree, packet: Tree) -> Tree:
+        return {"weights": local["weights"], "gates": packet["gates"]}
+
+    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+        return self.gating.apply(expected["weights"], packet["gates"])
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
+
+    # ------------------------------------------------------------------ the wire
+    def downlink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def uplink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
+
+    # ------------------------------------------------------------------ what the records say
+    def gates(self, state: Tree) -> Gates:
+        return state["gates"] if "gates" in state else state["open"]
+
+    def effective_parameters(self, server: Tree) -> int:
+        return int(self.gating.effective_parameters(server["open"]))
