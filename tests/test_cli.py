@@ -172,7 +172,7 @@ def test_a_sweep_names_its_seeds_and_says_when_all_diverge(shell, tmp_path):
     assert "| fedavg (0) |" in table
     assert "| fedavg (1) |" in table
     wild = ("--set", "local_optimiser=SGD(lr=1e30)")
-    code, out, err = shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0", *wild, "--out", "bad")
+    code, _, err = shell("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0", *wild, "--out", "bad")
     assert code == 2
     assert "fedavg, seed 0" in err
     assert "every run of the sweep diverged" in err

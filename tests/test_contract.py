@@ -17,12 +17,15 @@ from fedprior.simulate.run import Settings, build
 from fedprior.simulate.together import Together
 from fedprior.tasks import Task
 
-NAMES = list(fedprior.ALGORITHMS)
+NAMES = [*fedprior.ALGORITHMS, "fedsparse, asked", "fedsparse-unstructured, asked", "fedsparse+scaffold, asked"]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
     "fedsparse-unstructured": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
     "fedsparse+scaffold": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
+    "fedsparse, asked": {"sparsity": 0.5, "precision": 0.1, "dense_rounds": 1, "shrink": 0.3},
+    "fedsparse-unstructured, asked": {"sparsity": 0.5, "dense_rounds": 0, "shrink": 0.3},
+    "fedsparse+scaffold, asked": {"sparsity": 0.5},
     "feddrop": {"conv_rate": 0.4, "input_rate": 0.4, "linear_rate": 0.4, "noise": True},
     "fedl1": {"strength": 0.5},
     "fedmedian": {"precision": 0.5},
@@ -57,8 +60,9 @@ def make_task(dtype: torch.dtype = torch.float64) -> Task:
     )
 
 
-def algorithm(name: str, task: Task) -> fedprior.Algorithm:
-    return fedprior.algorithm(name, task.network, **LIVELY.get(name, {}))
+def algorithm(name: str, task: Task, **changes: object) -> fedprior.Algorithm:
+    settings = {**LIVELY.get(name, {}), **changes}
+    return fedprior.algorithm(name.removesuffix(", asked"), task.network, **settings)
 
 
 def simulate(name: str, **settings: object) -> Simulation:
@@ -103,7 +107,12 @@ def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
         torch.testing.assert_close(found[path], value, rtol=0, atol=1e-9)
 
 
-SWEPT = {"fedsparse": {"lambda0": 1e-4, "temperature": 2e-3}, "fedprox": {"precision": 0.7}, "fedl1": {"strength": 0.2}}
+SWEPT = {
+    "fedsparse": {"lambda0": 1e-4, "temperature": 2e-3},
+    "fedsparse, asked": {"sparsity": 0.3, "shrink": 0.5},
+    "fedprox": {"precision": 0.7},
+    "fedl1": {"strength": 0.2},
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +125,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
             task = make_task()
             torch.manual_seed(seed)
             task = dataclasses.replace(task, network=fedprior.Network(Net().double(), task.network.example))
-            chosen = fedprior.algorithm(name, task.network, **{**LIVELY.get(name, {}), **changes})
+            chosen = algorithm(name, task, **changes)
             made.append(build(chosen, task.network, task.data, Settings(**{**task.defaults, "seed": seed})))
         return made
 
@@ -206,7 +215,8 @@ def test_resume_is_exact(name: str, tmp_path: Path) -> None:
 def test_learns(name: str) -> None:
     """The training loss falls: gradients, M-step and wire point the same way."""
     task = make_task()
-    chosen = fedprior.algorithm(name, task.network, local_optimiser="SGD(lr=0.2)")
+    asked = {"sparsity": 0.5} if "asked" in name else {}
+    chosen = fedprior.algorithm(name.removesuffix(", asked"), task.network, local_optimiser="SGD(lr=0.2)", **asked)
     sim = build(chosen, task.network, task.data, Settings(batch_size=4, clients_per_round=5))
     losses = [sim.step(evaluate=False)["train_loss"] for _ in range(15)]
     assert sum(losses[-3:]) < sum(losses[:3])

@@ -110,7 +110,7 @@ def spike_slab(
     theta_start: float = 0.99,
     prune_below: float = 0.1,
     dense_rounds: int | None = None,
-    shrink: float = 0.05,
+    shrink: float | None = None,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -128,9 +128,11 @@ def spike_slab(
     """
     gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
     if sparsity is not None:
-        dense = 20 if dense_rounds is None else dense_rounds
-        prior = Budgeted(gating, sparsity, precision, dense, shrink)
-        return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
+        # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
+        dense, rate = (0, 1.0) if structured else (20, 0.05)
+        dense, rate = dense if dense_rounds is None else dense_rounds, rate if shrink is None else shrink
+        budgeted = Budgeted(gating, sparsity, precision, dense, rate)
+        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold)
     prior = SpikeSlab(
         gating=gating,
         lambda0=lambda0,

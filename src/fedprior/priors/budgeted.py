@@ -2,10 +2,10 @@
 
     z_g ∈ {0, 1} for all clients,   φ | z = 1 ~ N(w, 1/λ),   φ | z = 0 ~ δ(0),   size(z) ≤ budget
 
-The gates are global, as in federated dropout, and the M-step assigns them: it keeps what costs the most to lose. A unit's
-strength is the norm of the weights that make it times the norm of those that read it, which does not change when a
-ReLU network is rescaled; its share is its strength over that of its layer. Losing the unit moves what the layer says by
-that share, and a loss near its minimum is quadratic, so
+The gates are global, as in federated dropout, and the M-step assigns them: it keeps what costs the most to lose. A
+unit's strength is the norm of the weights that make it times the norm of those that read it, which does not change when
+a ReLU network is rescaled; its share is its strength over that of its layer. Losing the unit moves what the layer says
+by that share, and a loss near its minimum is quadratic, so
 
     z_g = 1  ⟺  share_g² > μ · (parameters that go with the unit)
 
@@ -37,16 +37,18 @@ class Budgeted(Prior):
     """The share of parameters to be rid of, effective: with a unit go the weights that read it."""
     precision: float = 0.0
     """λ: the pull of a client's weights towards the server's."""
-    dense_rounds: int = 20
-    """Rounds before the first unit goes: strengths come to mean something."""
-    shrink: float = 0.05
-    """After them, the share of the network that goes in a round at most."""
+    dense_rounds: int = 0
+    """Rounds before the first gate closes."""
+    shrink: float = 1.0
+    """After them, the share of the network that goes in a round at most; 1: all that is to go."""
     scalars = ("sparsity", "precision", "shrink")
 
     def __post_init__(self) -> None:
         most = self.most_sparse()
         if not 0 <= self.sparsity <= most:
-            raise SettingError(f"sparsity must lie between 0 and {most:.4f}, which leaves each layer its floor of units")
+            raise SettingError(
+                f"sparsity must lie between 0 and {most:.4f}, which leaves each layer its floor of units"
+            )
         if not self.precision >= 0:
             raise SettingError(f"precision must be at least 0, got {self.precision}")
         if self.dense_rounds < 0:
@@ -88,14 +90,14 @@ class Budgeted(Prior):
 
     def _goal(self, age: Tensor) -> Tensor:
         """How many parameters the network may have in a round: the target, reached by a constant share a round."""
-        share = (1 - self.shrink) ** (age - 1 - self.dense_rounds).clamp(min=0)
+        share = (1 - self.shrink) ** (age - self.dense_rounds).clamp(min=0)
         return share.clamp(min=1 - self.sparsity) * self.gating.parameters
 
     def assign(self, weights: Params, gates: Gates, goal: Tensor) -> tuple[Gates, Gates]:
         """Close the gates of the least worth a parameter until no more than `goal` are left.
 
-        What goes with a unit is counted as if it alone went. Two that go together share some weights, so this closes too
-        few rather than too many, and the next round closes the rest.
+        What goes with a unit is counted as if it alone went. Two that go together share some weights, so this closes
+        too few rather than too many, and the next round closes the rest.
         """
         costs, size = torch.func.grad_and_value(self.gating.effective_parameters)(gates)
         cost, is_open = self.gating.join(costs), self.gating.join(gates) > 0

@@ -1,0 +1,139 @@
+"""Gates assigned under a budget: held to a plain loop, to the algebra of ReLU networks, and to what was asked."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fedprior
+from fedprior.errors import SettingError
+from fedprior.models import LeNet5, ResNet20, initialise
+from fedprior.network import Network
+from fedprior.priors import Budgeted
+from fedprior.units import UnitGating, find_structure
+
+
+def net_of(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def gating_of(module: nn.Module, x: torch.Tensor) -> UnitGating:
+    return UnitGating(find_structure(module, x[0]))
+
+
+def by_hand(gating: UnitGating, prior: Budgeted, weights, gates, goal: float):
+    """The rule of `Budgeted.assign` as a loop over units, sizes counted by closing each gate alone."""
+    size = float(gating.effective_parameters(gates))
+    worth = []
+    for layer, share in prior.shares(weights).items():
+        for unit in range(len(share)):
+            if gates[layer][unit] > 0:
+                without = {name: gate.clone() for name, gate in gates.items()}
+                without[layer][unit] = 0
+                cost = size - float(gating.effective_parameters(without))
+                worth.append((float(share[unit]) ** 2 / cost, cost, layer, unit))
+    kept = {name: gate.clone() for name, gate in gates.items()}
+    gone = 0.0
+    for _, cost, layer, unit in sorted(worth):
+        if gone + cost / 2 >= size - goal:
+            break
+        gone += cost
+        kept[layer][unit] = 0
+    return kept
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(2, 9), min_size=3, max_size=4), st.floats(0.3, 1.0), st.integers(0, 1000))
+def test_it_keeps_what_a_plain_loop_keeps(widths, left, seed):
+    torch.manual_seed(seed)
+    module = net_of(*widths).double()
+    gating = gating_of(module, torch.randn(2, widths[0], dtype=torch.float64))
+    prior, weights = Budgeted(gating, 0.0), dict(module.named_parameters())
+    weights = {name: value.detach() for name, value in weights.items()}
+    gates, goal = gating.all_open(weights), left * gating.parameters
+    found, floored = prior.assign(weights, gates, torch.tensor(goal, dtype=torch.float64))
+    expected = by_hand(gating, prior, weights, gates, goal)
+    for layer, gate in expected.items():
+        if floored[layer] == 0:
+            assert torch.equal(found[layer], gate)
+        else:
+            assert (gate.sum(), found[layer].sum()) == (0, 1)
+
+
+@pytest.mark.parametrize("init", ["default", "glorot", "he"])
+@pytest.mark.parametrize("asked", [0.0, 0.3, 0.5, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("model", ["lenet5", "resnet20"])
+def test_the_asked_sparsity_is_reached_within_two_points_and_no_layer_dies(model, asked, init):
+    build = (lambda: LeNet5(3, 32, 10)) if model == "lenet5" else (lambda: ResNet20(3, 100))
+    module = initialise(build, init, seed=3)
+    network = Network(module, torch.zeros(3, 32, 32))
+    prior = fedprior.algorithm("fedsparse", network, sparsity=asked).prior
+    server = prior.init(network.params())
+    for _ in range(4):  # what two units share is counted twice, so the last few go in the rounds after the first
+        server = prior.prune(server)
+    assert 1 - prior.effective_parameters(server) / prior.gating.parameters == pytest.approx(asked, abs=0.02)
+    assert all(gate.sum() >= 1 for gate in server["open"].values())
+
+
+def test_strength_does_not_change_when_a_relu_network_is_rescaled():
+    torch.manual_seed(1)
+    module = net_of(5, 7, 6, 3).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    gating = gating_of(module, x)
+    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    scale = torch.rand(7, dtype=torch.float64) * 5 + 0.1
+    scaled = {**weights, "0.weight": weights["0.weight"] * scale[:, None], "0.bias": weights["0.bias"] * scale}
+    scaled["2.weight"] = weights["2.weight"] / scale
+    outputs = [torch.func.functional_call(module, one, x) for one in (weights, scaled)]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(gating.strengths(weights)["0"], gating.strengths(scaled)["0"])
+    expected = [weights["0.weight"][i].square().sum() + weights["0.bias"][i] ** 2 for i in range(7)]
+    readers = [weights["2.weight"][:, i].norm() for i in range(7)]
+    by_loop = torch.stack([a.sqrt() * b for a, b in zip(expected, readers, strict=True)])
+    torch.testing.assert_close(gating.strengths(weights)["0"], by_loop)
+
+
+def test_the_network_shrinks_by_the_asked_rate_after_its_dense_rounds(small_task):
+    task = small_task()
+    algorithm = fedprior.algorithm(
+        "fedsparse-unstructured",
+        task.network,
+        sparsity=0.6,
+        dense_rounds=2,
+        shrink=0.2,
+        server_optimiser="Adam(lr=0.01)",
+    )
+    result = fedprior.run(task, algorithm, rounds=9, evaluate_every=1)
+    whole = algorithm.prior.gating.parameters
+    left = [1 - record["sparsity"] for record in result.records]
+    for number, share in enumerate(left, start=2):  # a record is of what the next round would start with
+        assert share == pytest.approx(max(0.4, 0.8 ** max(0, number - 2)), abs=1 / whole)
+
+
+def test_asking_for_nothing_is_fedavg(small_task):
+    task = small_task(dtype=torch.float64)
+    nothing = fedprior.algorithm("fedsparse", task.network, sparsity=0.0, server_optimiser="none")
+    found, expected = (fedprior.run(task, one, rounds=3) for one in (nothing, "fedavg"))
+    for name, value in expected.simulation.server["weights"].items():
+        torch.testing.assert_close(found.simulation.server["weights"][name], value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"sparsity": 1.0}, "sparsity must lie between 0 and 0."),
+        ({"sparsity": -0.1}, "sparsity must lie"),
+        ({"sparsity": 0.5, "shrink": 0.0}, "shrink must be above 0"),
+        ({"sparsity": 0.5, "dense_rounds": -1}, "dense_rounds must be at least 0"),
+        ({"sparsity": 0.5, "precision": -1.0}, "precision must be at least 0"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):
+    with pytest.raises(SettingError, match=words):
+        fedprior.algorithm("fedsparse", small_task().network, **wrong)
