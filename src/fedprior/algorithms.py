@@ -6,6 +6,7 @@ from typing import Any
 
 from fedprior.corrections import Correction, Scaffold
 from fedprior.em import Algorithm
+from fedprior.errors import SettingError
 from fedprior.network import Network
 from fedprior.optimisers import Optimiser
 from fedprior.priors import Budgeted, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Prior, SpikeSlab
@@ -103,6 +104,7 @@ def spike_slab(
     *,
     structured: bool = True,
     sparsity: float | None = None,
+    max_parameters: int | None = None,
     lambda0: float = 5e-6,
     precision: float = 0.0,
     cross_entropy: float = 1e-4,
@@ -124,9 +126,12 @@ def spike_slab(
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form.
 
-    With a sparsity the gates are assigned to reach it, and there are no thresholds; without one, λ₀ decides.
+    With a sparsity, or a number of parameters at most, the gates are assigned to reach it, and there are no thresholds;
+    without one, λ₀ decides.
     """
     gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
+    if max_parameters is not None:
+        sparsity = _at_most(max_parameters, sparsity, gating)
     if sparsity is not None:
         # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
         dense, rate = (0, 1.0) if structured else (20, 0.05)
@@ -147,6 +152,15 @@ def spike_slab(
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
     return Algorithm(prior, local, server, _correction(scaffold))
+
+
+def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
+    """The sparsity that leaves so many parameters."""
+    if sparsity is not None:
+        raise SettingError("sparsity and max_parameters say the same thing twice: give one of them")
+    if parameters < 1:
+        raise SettingError(f"max_parameters must be at least 1, got {parameters}")
+    return max(0.0, 1 - parameters / gating.parameters)
 
 
 def _weights_only(prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool) -> Algorithm:

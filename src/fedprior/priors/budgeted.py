@@ -105,8 +105,7 @@ class Budgeted(Prior):
         worth = torch.where(is_open, worth, torch.inf)
         order = worth.argsort()
         gone = torch.where(is_open, cost, 0.0)[order].double()
-        # Half of its own cost: the last one closes if that brings the size nearer to the goal.
-        closes = gone.cumsum(0) - gone / 2 < size - goal
+        closes = gone.cumsum(0) - gone < size - goal
         kept = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
         return self.gating.floor(self.gating.part(kept), self.gating.part(torch.where(is_open, worth, -1.0)))
 
