@@ -126,6 +126,8 @@ CIFAR10 = Experiment(
                 _row((68.4, 0.5), (86.9, 0.2), (23, 1), (66.5, 0.8)),
             )
         ),
+        # The appendix's 2e-3 leaves more than the paper's table says; this was chosen on held-out training images.
+        Method("fedl1-stronger", "FedL1, λ = 2.5e-3", "fedl1", {"strength": 2.5e-3}),
         Method(
             "fedsparse-mid-unpruned",
             "FedSparse, mid, unpruned",
