@@ -101,7 +101,9 @@ class _KeyedDropout(TorchFunctionMode):
         if p == 1:
             return x * 0
         self.calls += 1
+        key = keys.fold(self.key, self.calls)
         spatial = self.CHANNELWISE.get(func, 0)
-        shape = tuple(x.shape[: x.dim() - spatial]) + (1,) * spatial
-        u = keys.uniform(keys.fold(self.key, self.calls), shape, x.dtype)
-        return x * (u >= p).to(x.dtype) / (1 - p)
+        if not spatial:
+            return keys.dropout(x, key, p)
+        ones = torch.ones(*x.shape[: x.dim() - spatial], *[1] * spatial, dtype=x.dtype, device=x.device)
+        return x * keys.dropout(ones, key, p)
