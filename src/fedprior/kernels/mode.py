@@ -22,6 +22,11 @@ def available() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
+def usable(x: Tensor) -> bool:
+    """Whether there are kernels for tensors like this one."""
+    return x.is_cuda and x.dtype == torch.float32 and available()
+
+
 def batched(x: Tensor) -> bool:
     """Whether some enclosing `vmap` batches the tensor, so that there is one for each client."""
     while _functorch.is_functorch_wrapped_tensor(x):

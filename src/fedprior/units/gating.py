@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from fedprior import kernels
 from fedprior.errors import SettingError
+from fedprior.kernels import gates as gate_kernels
 from fedprior.trees import Gates, Params
 from fedprior.units.structure import Layer, Structure
+from fedprior.units.tables import Tables
 
 
 class Gating(ABC):
@@ -39,6 +42,10 @@ class Gating(ABC):
     @abstractmethod
     def joint_norms(self, params: Params) -> Tensor:
         """The same, all layers in one vector."""
+
+    def strengths(self, params: Params) -> Tensor:
+        """The same without a gradient, which may then be faster."""
+        return self.joint_norms({name: value.detach() for name, value in params.items()})
 
     def join(self, gates: Gates) -> Tensor:
         """The gates of all layers in one vector: arithmetic on one long vector costs less than on many short ones."""
@@ -72,6 +79,10 @@ class Gating(ABC):
     @abstractmethod
     def apply(self, params: Params, gates: Gates) -> Params:
         """φ = w ⊙ z, each gate multiplying its own group."""
+
+    def scale(self, params: Params, joint: Tensor) -> Params:
+        """The same with all gates in one vector."""
+        return self.apply(params, self.part(joint))
 
     @abstractmethod
     def mask(self, gates: Gates) -> Params:
@@ -126,6 +137,32 @@ class UnitGating(Gating):
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
+        self.tables = Tables(structure, floor)
+        self.fused = self._fused(structure)
+
+    def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
+        """The layers as the GPU's kernels take them; None: some have another form."""
+        for layer in structure.layers:
+            ranks = [len(self.shapes[name]) for name in layer.parameters]
+            if layer.axis != 0 or len(ranks) > gate_kernels.MOST or any(rank > 1 for rank in ranks[1:]):
+                return None
+        return tuple(gate_kernels.Gated(layer.size, len(layer.parameters)) for layer in structure.layers) or None
+
+    def strengths(self, params: Params) -> Tensor:
+        if self.fused and kernels.usable(next(iter(params.values()))):
+            return gate_kernels.norms(self.fused, [params[name] for name in self._owned()])
+        return super().strengths(params)
+
+    def scale(self, params: Params, joint: Tensor) -> Params:
+        if self.fused and kernels.usable(joint):
+            names = self._owned()
+            scaled = gate_kernels.scale(self.fused, joint, [params[name] for name in names])
+            return {**params, **dict(zip(names, scaled, strict=True))}
+        return super().scale(params, joint)
+
+    def _owned(self) -> list[str]:
+        """The gated parameters, layer by layer."""
+        return [name for layer in self.structure.layers for name in layer.parameters]
 
     def joint_norms(self, params: Params) -> Tensor:
         most = max(len(layer.parameters) for layer in self.structure.layers)
@@ -177,15 +214,32 @@ class UnitGating(Gating):
         ).items():  # a unit that nobody reads is gone, though its own gate be open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
-        for reader in self.structure.readers:
-            gated = [source for source in reader.sources if self.axes.get(source) == 0]
-            if len(gated) < len(reader.sources):
-                continue
-            silent = torch.ones_like(gates[gated[0]])
-            for source in gated:
-                silent = silent * (1 - gates[source])
-            narrow(reader.parameter, (1 - silent).repeat_interleave(reader.repeat), 1)
+        for reader, values in zip(self.tables.readers, self._columns(gates), strict=True):
+            narrow(reader.parameter, values if reader.repeat == 1 else values.repeat_interleave(reader.repeat), 1)
         return masks
+
+    def _columns(self, gates: Gates) -> tuple[Tensor, ...]:
+        """For every reader that can fall silent, all at once: is a channel heard from any of its sources?"""
+        if not self.tables.readers:
+            return ()
+        closed = 1 - self.join(gates)
+        heard, unheard = (self.tables.on(name, closed.device) for name in ("heard", "unheard"))
+        silent = closed[heard].masked_fill(unheard, 1.0).prod(-1)
+        pieces: tuple[Tensor, ...] = (1 - silent).split(self.tables.columns)
+        return pieces
+
+    def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
+        """As in the base class, all layers at once."""
+        joint, scored = self.join(gates), self.join(scores)
+        places, absent, back, least = (
+            self.tables.on(name, joint.device) for name in ("gates", "absent", "back", "least")
+        )
+        gate, score = joint[places].masked_fill(absent, 0.0), scored[places].masked_fill(absent, -torch.inf)
+        best = torch.zeros_like(gate).scatter(1, score.topk(min(self.least, score.shape[1])).indices, 1.0)
+        short = gate.sum(1) < least
+        kept = torch.where(short[:, None], torch.maximum(gate, best), gate).flatten()[back]
+        acted = short.to(joint.dtype)
+        return self.part(kept), {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
 
     def _heard(self, gates: Gates) -> Gates:
         """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
