@@ -82,7 +82,7 @@ def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epoch
             active = batch.active is None or bool(batch.active[i])
             assert active == (step < len(batches))
             if active:
-                real = batch.weight[i] == 1
+                real = torch.ones(width, dtype=torch.bool) if batch.weight is None else batch.weight[i] == 1
                 assert torch.equal(batch.x[i][real], batches[step].x)
                 assert torch.equal(batch.y[i][real], batches[step].y)
                 assert set(batch.weight[i].tolist()) <= {0.0, 1.0}
