@@ -22,11 +22,11 @@ from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
-from fedprior.simulate import ranks, streaming
+from fedprior.simulate import arithmetic, ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record, client_diverged, server_diverged
-from fedprior.trees import Gates, Params, Tree
+from fedprior.trees import Gates, Tree
 
 
 class Shape(NamedTuple):
@@ -128,6 +128,10 @@ class Together:
     # ------------------------------------------------------------------ one round
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One round of every run; a run that diverged answers with its error from then on."""
+        with arithmetic.using(self.runs[0].arithmetic, self.device):
+            return self._step(evaluate)
+
+    def _step(self, evaluate: bool) -> list[Record | DivergedError]:
         start = time.perf_counter()
         clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
         outputs = self._replay(shape, inputs)
@@ -204,8 +208,7 @@ class Together:
         batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         step = e_step(algorithm, first.network, own, batches, client_keys, memory, vectorised=True, tamper=tamper)
-        params = vmap(prior.realise)(step.upload, own)
-        correct = self._correct(params, *self._examples("test", inputs, flat), shape.tests)
+        correct = self._correct(step.upload, own, *self._examples("test", inputs, flat), shape.tests)
         step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
@@ -248,20 +251,21 @@ class Together:
     def _m_step(self, server: Tree, uploads: Tree, fine: Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
         first, moments = self.runs[0], self.optimiser.moments() if self.optimiser else []
-        before = [moment.clone() for moment in moments]
+        counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
+        before = _Kept(moments, len(self.runs)), _Kept(counts, 1)
         fraction = self.cohort / first.data.clients
         updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
         fine_server = _finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
-        for moment, old in zip(moments, before, strict=True):
-            moment.copy_(_choose(fine if moment.dim() else fine.any(), moment, old))
-        known = dict(trees.leaves(self.server))
-        for path, new in trees.leaves(updated):
-            section, name = path.split("/", 1)
-            if path in known:
-                known[path].copy_(_choose(fine, new, known[path]))
-            else:  # only before the first capture: pruning adds sections to a new server
-                self.server.setdefault(section, {})[name] = new.clone()
+        before[0].put(fine, moments)
+        before[1].put(fine.any()[None], counts)
+        known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
+        stays = [path for path in new if path in known]
+        _Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
+        for path, value in new.items():
+            if path not in known:  # only before the first capture: pruning adds sections to a new server
+                section, name = path.split("/", 1)
+                self.server.setdefault(section, {})[name] = value.clone()
         return fine_server
 
     def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
@@ -272,10 +276,11 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _correct(self, params: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _correct(self, upload: Tree, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """Of each client's own test examples, how many its hard assignment gets right."""
         if capacity == 0 or not self.runs[0].data.labelled:
             return torch.zeros_like(places.size)
+        params = vmap(self.algorithm.prior.realise)(upload, packet)
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
@@ -342,15 +347,44 @@ def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tre
     return optimiser
 
 
+class _Kept:
+    """Tensors as they were, one row a run, to be given other values in those runs that are fine.
+
+    All tensors of a kind are one long one meanwhile: a GPU takes as long to start as to copy most of them.
+    """
+
+    def __init__(self, tensors: list[Tensor], rows: int) -> None:
+        self.tensors, self.rows = tensors, rows
+        self.old = self._join(tensors)
+
+    def _join(self, tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
+        kinds = {tensor.dtype for tensor in self.tensors}
+        pairs = list(zip(self.tensors, tensors, strict=True))
+        return {
+            kind: torch.cat([new.reshape(self.rows, -1) for mine, new in pairs if mine.dtype == kind], 1)
+            for kind in kinds
+        }
+
+    def put(self, fine: Tensor, new: list[Tensor]) -> None:
+        """Row by row, the new values where the flag is set, else the old."""
+        for kind, values in self._join(new).items():
+            targets = [tensor for tensor in self.tensors if tensor.dtype == kind]
+            chosen = torch.where(fine[:, None], values, self.old[kind])
+            pieces = chosen.split([target.numel() // self.rows for target in targets], 1)
+            shaped = [piece.reshape(-1).view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
+            trees.copy_all(targets, shaped)
+
+
+SMALL = 2**16
+"""Numbers of a client or run below which joining tensors costs less than looking at each."""
+
+
 def _finite(tree: Tree, dims: int) -> Tensor:
     """Whether everything behind the first `dims` dimensions is finite."""
-    sums = [leaf.flatten(dims).sum(-1) if leaf.dim() > dims else leaf for _, leaf in trees.leaves(tree)]
-    return torch.stack([value.isfinite() for value in sums]).all(0)
-
-
-def _choose(flag: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Run by run, the new value where the flag is set."""
-    return torch.where(flag.reshape((*flag.shape, *[1] * (new.dim() - flag.dim()))), new, old)
+    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
+    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
+    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
+    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)
 
 
 def _flags(state: Tree, dims: int) -> Tensor:
