@@ -138,7 +138,7 @@ def e_step(
     if memory:
         support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
         direction = correction.direction(packet, memory, support)
-    optimiser = TreeOptimiser(algorithm.local, start)
+    optimiser = TreeOptimiser(algorithm.local, start, len(key) if vectorised else 1)
     local = optimiser.values
     lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
     losses: list[Tensor] = []
@@ -190,17 +190,19 @@ def m_step(
     def realise(uploads: Tree, server: Tree) -> Tree:
         return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
 
-    assignments = lift(realise)(uploads, server)
-    server = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
+    absorbed = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
     if optimiser is None:
-        return lift(prior.solve)(assignments, server)
-    variables = {section: server[section] for section in optimiser.values}
+        return lift(prior.solve)(lift(realise)(uploads, server), absorbed)
+    server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
         values = torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments)
         return -values.mean(), values
 
-    grads = _gradient(lift(objective))(variables, server, assignments)[0]
+    if prior.known_slope:
+        grads = lift(prior.slope)(uploads, server)
+    else:
+        grads = _gradient(lift(objective))(variables, server, lift(realise)(uploads, server))[0]
     optimiser.load(variables)
     optimiser.step(grads)
     return {**server, **clone(optimiser.values)}

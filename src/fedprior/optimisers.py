@@ -112,17 +112,19 @@ class Optimiser:
 class TreeOptimiser:
     """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are.
 
-    Where it pays, the tensors of a section are pieces of one long tensor, and that is what is optimised.
+    Where it pays, the tensors of a section are pieces of one long tensor, and that is what is optimised. Of a stacked
+    tree, `rows` is how many are stacked.
     """
 
-    def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree) -> None:
+    def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree, rows: int = 1) -> None:
+        self.rows = rows
         self.values: Tree = {}
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         self.long: dict[str, Tensor] = {}
         for section, optimiser in optimisers.items():
             values = {name: value.detach().clone() for name, value in tree[section].items()}
             if optimiser.joins and len(values) > 1 and len({(v.dtype, v.device) for v in values.values()}) == 1:
-                self.long[section] = _join(list(values.values()))
+                self.long[section] = _join(list(values.values()), rows)
                 values = _part(self.long[section], values)
             self.values[section] = values
             over = [self.long[section]] if section in self.long else list(values.values())
@@ -133,7 +135,7 @@ class TreeOptimiser:
         for section, optimiser in self.optimisers.items():
             slopes = [grads[section][name] for name in self.values[section]]
             if section in self.long:
-                over, slopes = [self.long[section]], [_join(slopes)]
+                over, slopes = [self.long[section]], [_join(slopes, self.rows)]
             else:
                 over = list(self.values[section].values())
             for value, slope in zip(over, slopes, strict=True):
@@ -187,7 +189,7 @@ class TreeOptimiser:
         values = list(self.values[section].values())
         each = [moments[i][key] for i in range(len(values))]
         alike = all(isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(each, values, strict=True))
-        return _join(each) if alike and key != "step" else each[0]
+        return _join(each, self.rows) if alike and key != "step" else each[0]
 
     # ------------------------------------------------------------------ stacked runs
     def moments(self) -> list[Tensor]:
@@ -230,14 +232,20 @@ class TreeOptimiser:
         return isinstance(value, Tensor) and value.shape == shape[dims:] and not path.startswith("step/")
 
 
-def _join(tensors: list[Tensor]) -> Tensor:
-    """All numbers one after the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _join(tensors: list[Tensor], rows: int) -> Tensor:
+    """All numbers of each row one after the other. The numbers of a stacked layer lie apart in memory as it is:
+    to join them row by row copies each once."""
+    return (
+        torch.cat([tensor.reshape(rows, -1) for tensor in tensors], 1)
+        if rows > 1
+        else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    )
 
 
 def _part(joint: Tensor, like: Params) -> Params:
     """The inverse, as views."""
-    pieces = joint.split([value.numel() for value in like.values()])
+    rows = joint.shape[0] if joint.dim() > 1 else 1
+    pieces = joint.split([value.numel() // rows for value in like.values()], -1)
     return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 

@@ -111,14 +111,14 @@ class SpikeSlab(Prior):
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
         return self.gating.part(self.joint_logits(state))
 
-    def joint_logits(self, state: Tree) -> Tensor:
-        """The same, all layers in one vector."""
+    def joint_logits(self, state: Tree, norms: Tensor | None = None) -> Tensor:
+        """The same, all layers in one vector; the norms may be known already."""
         if "joint" in state:  # a packet, once received
             return state["joint"]["logits"]
-        return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None)[0]
+        return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
     def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and probabilities of all gates; the norms may be known already."""
+        """Logits and probabilities of all gates."""
         norms = self.gating.strengths(state["weights"]) if norms is None else norms
         v = self.gating.join(state["thresholds"])
         # Half way: an optimiser with weight decay moves v a little.
@@ -166,10 +166,7 @@ class SpikeSlab(Prior):
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
         norms = self.gating.strengths(server["weights"])
-        return self._open(self._server_logits(server, norms), norms)
-
-    def _server_logits(self, server: Tree, norms: Tensor) -> Tensor:
-        return self._logits(server, self.gating.join(server["gates"]) > 0 if "gates" in server else None, norms)[0]
+        return self._open(self.joint_logits(server, norms), norms)
 
     def _open(self, logits: Tensor, norms: Tensor) -> tuple[Gates, Gates]:
         likely = (logits > self._edge).to(logits.dtype)
@@ -190,7 +187,7 @@ class SpikeSlab(Prior):
         if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
             server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
         before = self.gating.strengths(server["weights"])
-        logits = self._server_logits(server, before)
+        logits = self.joint_logits(server, before)
         gates, floored = self._open(logits, before)
         weights = self.gating.prune(server["weights"], gates)
         after = self.gating.strengths(weights)
@@ -219,6 +216,26 @@ class SpikeSlab(Prior):
         if "age" in server:
             v = torch.where(server["age"]["rounds"] <= self.dense_rounds, self.gating.join(server["thresholds"]), v)
         return {**server, "weights": weights, "thresholds": self.gating.part(v)}
+
+    known_slope = True
+
+    def slope(self, uploads: Tree, server: Tree) -> Tree:
+        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill.
+
+        A column that was not sent is taken to be the server's, so it adds nothing: z (w − φ_s) is the server's weights
+        there less what was sent.
+        """
+        sent = torch.func.vmap(self.gating.mask)(uploads["gates"])
+        weights = {}
+        for name, values in uploads["weights"].items():
+            w = server["weights"][name]
+            weights[name] = (w * sent[name].mean(0) if name in sent else w) - values.mean(0)
+        v = self.gating.join(server["thresholds"])
+        z = torch.func.vmap(self.gating.join)(uploads["gates"]).mean(0)
+        thresholds = (z - self._logits(server, None)[1]) * v.sigmoid() / self.temperature
+        if self.dense_rounds > 0:
+            thresholds = torch.where(v < NO_THRESHOLD / 2, 0.0, thresholds)
+        return {"weights": weights, "thresholds": self.gating.part(thresholds)}
 
     def predict(self, server: Tree) -> Params:
         weights = self.gating.prune(server["weights"], self.open_gates(server)[0])
@@ -260,13 +277,12 @@ class SpikeSlab(Prior):
 
     def realise(self, upload: Tree, reference: Tree) -> Params:
         """What was sent; a column that reads a closed unit was not, has no effect, and is taken to be as it was."""
-        own, sent = self.gating.rows(upload["gates"]), self.gating.mask(upload["gates"])
-        return {
-            name: torch.addcmul(value, own.get(name, 1.0) - sent[name], reference["weights"][name])
-            if name in sent
-            else value
-            for name, value in upload["weights"].items()
-        }
+        gates, weights = upload["gates"], dict(upload["weights"])
+        own, sent = self.gating.rows(gates), self.gating.mask(gates) if self.gating.narrowed else {}
+        for name in self.gating.narrowed:
+            unsent = own.get(name, 1.0) - sent[name]
+            weights[name] = torch.addcmul(weights[name], unsent, reference["weights"][name])
+        return weights
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:

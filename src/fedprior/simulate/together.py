@@ -341,7 +341,7 @@ def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tre
     """The server optimisers of all runs as one, with their moments."""
     if algorithm.server is None:
         return None
-    optimiser = TreeOptimiser(algorithm.server, server)
+    optimiser = TreeOptimiser(algorithm.server, server, len(runs))
     states = [run.optimiser.state() for run in runs if run.optimiser is not None]
     optimiser.load_rows(states)
     return optimiser
@@ -401,9 +401,8 @@ def _disagreement(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor
     """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
     if not server_gates:
         return torch.zeros(runs, 0)
-    distances = torch.cat(
-        [(client_gates[layer] - theta).abs().reshape(runs, -1) for layer, theta in server_gates.items()], 1
-    )
+    both = [torch.cat([gates[layer].flatten(1) for layer in server_gates], 1) for gates in (client_gates, server_gates)]
+    distances = (both[0] - both[1]).abs().reshape(runs, -1)
     return torch.stack([distances.mean(1), distances.amax(1)], 1)
 
 

@@ -12,7 +12,7 @@ from fedprior import kernels
 from fedprior.errors import SettingError
 from fedprior.kernels import gates as gate_kernels
 from fedprior.trees import Gates, Params
-from fedprior.units.structure import Layer, Structure
+from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.tables import Tables
 
 
@@ -26,6 +26,8 @@ class Gating(ABC):
     """Of every parameter, gated or not."""
     gate_shapes: dict[str, tuple[int, ...]]
     """Of the gates of every gated layer."""
+    narrowed: tuple[str, ...] = ()
+    """Parameters of which other layers' gates take something away, beside those of their own."""
     wiring: str = ""
     """What the gates remove, as text, where names and shapes do not say it."""
 
@@ -138,6 +140,9 @@ class UnitGating(Gating):
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
         self.tables = Tables(structure, floor)
+        self.listeners = _listeners(structure)
+        heard = (parameter for source, _, _ in self.listeners for parameter in structure.owned[source])
+        self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.tables.readers), *heard]))
         self.fused = self._fused(structure)
 
     def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
@@ -159,6 +164,16 @@ class UnitGating(Gating):
             scaled = gate_kernels.scale(self.fused, joint, [params[name] for name in names])
             return {**params, **dict(zip(names, scaled, strict=True))}
         return super().scale(params, joint)
+
+    def prune(self, params: Params, gates: Gates) -> Params:
+        joint = self.join(gates)
+        if not (self.fused and kernels.usable(joint)):
+            return super().prune(params, gates)
+        pruned = self.scale(params, joint)
+        for reader, values in self._columns(joint):
+            columns = self._along(values, reader.parameter, 1)
+            pruned[reader.parameter] = pruned[reader.parameter] * columns
+        return pruned
 
     def _owned(self) -> list[str]:
         """The gated parameters, layer by layer."""
@@ -214,19 +229,22 @@ class UnitGating(Gating):
         ).items():  # a unit that nobody reads is gone, though its own gate be open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
-        for reader, values in zip(self.tables.readers, self._columns(gates), strict=True):
-            narrow(reader.parameter, values if reader.repeat == 1 else values.repeat_interleave(reader.repeat), 1)
+        for reader, values in self._columns(self.join(gates)):
+            narrow(reader.parameter, values, 1)
         return masks
 
-    def _columns(self, gates: Gates) -> tuple[Tensor, ...]:
-        """For every reader that can fall silent, all at once: is a channel heard from any of its sources?"""
+    def _columns(self, joint: Tensor) -> list[tuple[Reader, Tensor]]:
+        """For every reader that can fall silent, all at once: is a column heard from any of its sources?"""
         if not self.tables.readers:
-            return ()
-        closed = 1 - self.join(gates)
+            return []
+        closed = 1 - joint
         heard, unheard = (self.tables.on(name, closed.device) for name in ("heard", "unheard"))
         silent = closed[heard].masked_fill(unheard, 1.0).prod(-1)
-        pieces: tuple[Tensor, ...] = (1 - silent).split(self.tables.columns)
-        return pieces
+        pieces = (1 - silent).split(self.tables.columns)
+        return [
+            (reader, piece if reader.repeat == 1 else piece.repeat_interleave(reader.repeat))
+            for reader, piece in zip(self.tables.readers, pieces, strict=True)
+        ]
 
     def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
         """As in the base class, all layers at once."""
@@ -244,19 +262,17 @@ class UnitGating(Gating):
     def _heard(self, gates: Gates) -> Gates:
         """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
         deaf: Gates = {}
-        loud = {
-            source
-            for reader in self.structure.readers
-            for source in reader.sources
-            if self.axes.get(reader.parameter.removesuffix(".weight")) != 1 or source not in self.structure.owned
-        }
-        for reader in self.structure.readers:
-            for source in reader.sources:
-                if source in loud:
-                    continue
-                closed = 1 - gates[reader.parameter.removesuffix(".weight")].reshape(-1, reader.repeat)
-                deaf[source] = deaf.get(source, 1.0) * closed.prod(1)
+        for source, layer, repeat in self.listeners:
+            deaf[source] = deaf.get(source, 1.0) * (1 - gates[layer].reshape(-1, repeat)).prod(1)
         return {source: 1 - values for source, values in deaf.items()}
+
+
+def _listeners(structure: Structure) -> list[tuple[str, str, int]]:
+    """Sources all of whose readers have gates on their inputs, with each such reader's layer and repeat."""
+    on_inputs = {layer.name for layer in structure.layers if layer.axis == 1}
+    pairs = [(s, r.parameter.removesuffix(".weight"), r.repeat) for r in structure.readers for s in r.sources]
+    loud = {source for source, layer, _ in pairs if layer not in on_inputs or source not in structure.owned}
+    return [pair for pair in pairs if pair[0] not in loud]
 
 
 class WeightGating(Gating):

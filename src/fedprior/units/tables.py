@@ -20,12 +20,13 @@ class Tables:
         gated = {layer.name for layer in structure.layers if layer.axis == 0}
         self.readers: list[Reader] = [r for r in structure.readers if gated.issuperset(r.sources)]
         """Those that hear nothing once all their sources' gates are closed."""
-        self.columns = [sizes[reader.sources[0]] for reader in self.readers]
+        self.columns = [max(sizes[source] for source in reader.sources) for reader in self.readers]
         """How many channels each of them reads."""
         heard = torch.full((sum(self.columns), max((len(r.sources) for r in self.readers), default=0)), -1)
         for reader, size, start in zip(self.readers, self.columns, accumulate([0, *self.columns]), strict=False):
             for i, source in enumerate(reader.sources):
-                heard[start : start + size, i] = torch.arange(first[source], first[source] + size)
+                # One channel that is added to many is heard in each.
+                heard[start : start + size, i] = first[source] + torch.arange(size).clamp(max=sizes[source] - 1)
         layers = torch.full((len(sizes), max(sizes.values(), default=0)), -1)
         for line, (name, size) in zip(layers, sizes.items(), strict=True):
             line[:size] = torch.arange(first[name], first[name] + size)
