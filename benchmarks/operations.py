@@ -6,9 +6,9 @@
 
 No GPU is needed: the round runs on a CPU with few examples (as many steps and layers, smaller batches), and what torch
 dispatches is counted, views left out. What has a kernel of fedprior's own on a GPU counts as the launches it is there:
-draws from keys, gates, convolutions, group norms; `--plain` counts them as the operations they are on a CPU. Products,
-sorts and reductions may be more than one launch, and how long one takes does not show: read it before and after a
-change, not as milliseconds.
+draws from keys, gates, linear layers; `--plain` counts them as the operations they are on a CPU. Convolutions, pools
+and group norms are torch's own here and several operations each. Products, sorts and reductions may be more than one
+launch, and how long one takes does not show: read it before and after a change, not as milliseconds.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from contestants.tasks import LR, TASKS, Task
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedprior
 from fedprior import em, keys
 from fedprior.data.federated import FederatedData, Shards
-from fedprior.kernels import concrete, gates
+from fedprior.kernels import BatchedKernels, concrete, gates
+from fedprior.kernels.mode import ROUTES
 from fedprior.simulate import together
 from fedprior.simulate.engine import engine
 from fedprior.simulate.run import Settings, build
@@ -142,6 +144,7 @@ def kernels_once(counting: Counting) -> list[Any]:
     in_layers = {"launches": lambda layers, *_: len(layers)}
     return [
         patch.object(fedprior.kernels, "usable", lambda x: x.dtype == torch.float32),
+        patch.object(fedprior.kernels, "routed", lambda x: BatchedKernels(True, {F.linear: ROUTES[F.linear]})),
         *(once(counting, keys, name) for name in ("fold", "bits", "uniform", "dropout")),
         once(counting, gates, "_norms", norms, **in_layers),
         once(counting, gates, "_scale", gates.plain_scale, **in_layers),
