@@ -71,7 +71,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if not self.quiet and not func.is_view and name not in FREE:
+        if not self.quiet and not func.is_view and name not in FREE and "::" not in name:
             self.count(name)
         return func(*args, **(kwargs or {}))
 
