@@ -149,8 +149,7 @@ def e_step(
         batch = batches[step]
         before = clone(local) if batch.active is not None else local
         draws = (relax_keys[..., step], dropout_keys[..., step])
-        padding = {} if batch.weight is None else {"weight": batch.weight}
-        grads, loss = gradient(local, packet, {"x": batch.x, "y": batch.y, **padding}, draws)
+        grads, loss = gradient(local, packet, _given(batch), draws)
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
@@ -208,21 +207,32 @@ def m_step(
     return {**server, **clone(optimiser.values)}
 
 
-def _all(prior: Prior, batches: Batches) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _given(batch: Batch) -> Params:
+    """A batch as tensors only, which is what `vmap` takes: without padding there are no weights."""
+    weight = {} if batch.weight is None else {"weight": batch.weight}
+    return {"x": batch.x, "y": batch.y, **weight}
+
+
+def _all(prior: Prior, batches: Batches) -> list[Params]:
     """Every example and its weight, for a prior whose clients look at their data before they start."""
     steps = [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
     return [
-        (b.x, b.y, b.weight if b.active is None or b.weight is None else b.weight * b.active[:, None]) for b in steps
+        _given(b if b.active is None or b.weight is None else b._replace(weight=b.weight * b.active[:, None]))
+        for b in steps
     ]
 
 
 def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
     """`prior.adopt` with a client's mean loss over its batches as `explain`."""
 
-    def adopt(packet: Tree, key: Tensor, batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tree:
+    def adopt(packet: Tree, key: Tensor, batches: list[Params]) -> Tree:
+        def loss(params: Params, batch: Params) -> tuple[Tensor, Tensor]:
+            x, y, weight = batch["x"], batch["y"], batch.get("weight")
+            size = torch.full((), len(y), device=y.device) if weight is None else weight.sum()
+            return network.evaluation_loss(params, x, y, weight) * size, size
+
         def explain(params: Params) -> Tensor:
-            sizes = [torch.full((), len(y), device=y.device) if w is None else w.sum() for _, y, w in batches]
-            losses = [network.evaluation_loss(params, *batch) * n for batch, n in zip(batches, sizes, strict=True)]
+            losses, sizes = zip(*(loss(params, batch) for batch in batches), strict=True)
             return torch.stack(losses).sum() / torch.stack(sizes).sum()
 
         return prior.adopt(packet, key, explain)
