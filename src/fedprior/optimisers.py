@@ -233,13 +233,10 @@ class TreeOptimiser:
 
 
 def _join(tensors: list[Tensor], rows: int) -> Tensor:
-    """All numbers of each row one after the other. The numbers of a stacked layer lie apart in memory as it is:
-    to join them row by row copies each once."""
-    return (
-        torch.cat([tensor.reshape(rows, -1) for tensor in tensors], 1)
-        if rows > 1
-        else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    )
+    """All numbers of a row one after the other: gradients of stacked gates already are columns of one such tensor."""
+    if rows == 1:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.reshape(rows, -1) for tensor in tensors], 1)
 
 
 def _part(joint: Tensor, like: Params) -> Params:

@@ -24,6 +24,7 @@ from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
 from fedprior.simulate import arithmetic, ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
+from fedprior.simulate.joined import Kept, finite
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record, client_diverged, server_diverged
 from fedprior.trees import Gates, Tree
@@ -213,7 +214,7 @@ class Together:
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
         loss = step.loss.unflatten(0, (number, self.cohort))
-        fine_clients = _finite(uploads, 2) & loss.isfinite()
+        fine_clients = finite(uploads, 2) & loss.isfinite()
         fine_server = self._m_step(server, uploads, fine_clients.all(1))
         self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
         floored = floored | _flags(server, 1) | _flags(uploads, 2)
@@ -252,16 +253,16 @@ class Together:
         """Update the state of every run that is fine in place; say which runs are."""
         first, moments = self.runs[0], self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
-        before = _Kept(moments, len(self.runs)), _Kept(counts, 1)
+        before = Kept(moments, len(self.runs)), Kept(counts, 1)
         fraction = self.cohort / first.data.clients
         updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
-        fine_server = _finite({k: v for k, v in updated.items() if k != "floored"}, 1)
+        fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
         before[0].put(fine, moments)
         before[1].put(fine.any()[None], counts)
         known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
         stays = [path for path in new if path in known]
-        _Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
+        Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
         for path, value in new.items():
             if path not in known:  # only before the first capture: pruning adds sections to a new server
                 section, name = path.split("/", 1)
@@ -345,46 +346,6 @@ def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tre
     states = [run.optimiser.state() for run in runs if run.optimiser is not None]
     optimiser.load_rows(states)
     return optimiser
-
-
-class _Kept:
-    """Tensors as they were, one row a run, to be given other values in those runs that are fine.
-
-    All tensors of a kind are one long one meanwhile: a GPU takes as long to start as to copy most of them.
-    """
-
-    def __init__(self, tensors: list[Tensor], rows: int) -> None:
-        self.tensors, self.rows = tensors, rows
-        self.old = self._join(tensors)
-
-    def _join(self, tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
-        kinds = {tensor.dtype for tensor in self.tensors}
-        pairs = list(zip(self.tensors, tensors, strict=True))
-        return {
-            kind: torch.cat([new.reshape(self.rows, -1) for mine, new in pairs if mine.dtype == kind], 1)
-            for kind in kinds
-        }
-
-    def put(self, fine: Tensor, new: list[Tensor]) -> None:
-        """Row by row, the new values where the flag is set, else the old."""
-        for kind, values in self._join(new).items():
-            targets = [tensor for tensor in self.tensors if tensor.dtype == kind]
-            chosen = torch.where(fine[:, None], values, self.old[kind])
-            pieces = chosen.split([target.numel() // self.rows for target in targets], 1)
-            shaped = [piece.reshape(-1).view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
-            trees.copy_all(targets, shaped)
-
-
-SMALL = 2**16
-"""Numbers of a client or run below which joining tensors costs less than looking at each."""
-
-
-def _finite(tree: Tree, dims: int) -> Tensor:
-    """Whether everything behind the first `dims` dimensions is finite."""
-    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
-    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
-    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
-    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)
 
 
 def _flags(state: Tree, dims: int) -> Tensor:
