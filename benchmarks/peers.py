@@ -37,6 +37,8 @@ PEERS = {
     "flower": ("contestants.flower", "play", "flwr"),
 }
 """Name: the module and function that plays, and the package that it needs."""
+PATIENCE = 300
+"""Seconds that one round may take, the first, which loads and compiles, included."""
 SWEPT = 9
 """Runs in the sweep."""
 
@@ -80,10 +82,12 @@ class Contestant:
             watch.start()
         try:
             self.pipe.send("go")
-            self.report = self.pipe.recv()
+            if self.pipe.poll(PATIENCE):
+                self.report = self.pipe.recv()
+            else:
+                self._give_up(f"has not finished a round in {PATIENCE} s and is left out")
         except (EOFError, OSError):
-            self.failed = True
-            print(f"{self.name} failed; see its output above", file=sys.stderr)
+            self._give_up("failed; see its output above")
         finally:
             done.set()
             if watched:
@@ -92,12 +96,18 @@ class Contestant:
             self.seconds.append(self.report["seconds"])
             self.cpu_seconds.append(self.report["cpu_seconds"])
 
+    def _give_up(self, why: str) -> None:
+        """Go on without this one: the others' table is worth having."""
+        self.failed = True
+        print(f"{self.name} {why}", file=sys.stderr, flush=True)
+        self.process.terminate()
+
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(0.05):
             self.host_bytes = max(self.host_bytes, resident(self.process.pid))
 
     def result(self) -> dict[str, Any]:
-        if not self.seconds:
+        if self.failed or not self.seconds:  # one that failed half way has fewer rounds than those it is compared with
             return {}
         milliseconds = [1e3 * second for second in self.seconds]
         return {
@@ -128,8 +138,10 @@ def contest(task: Task, peers: list[str], device: str, threads: int, warmup: int
     """All peers on one task."""
     contestants = [Contestant.start(peer, task, device, threads, warmup + rounds + 1) for peer in peers]
     for contestant in contestants:  # each alone: loading, compiling and capturing disturb nobody
+        began = time.time()
         for _ in range(warmup):
             contestant.turn(timed=False)
+        print(f"{task.name}: {contestant.name} is warm after {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     for _ in range(rounds):
         for contestant in contestants:
             contestant.turn(timed=True)

@@ -182,6 +182,35 @@ def test_one_step_of_a_stack_is_one_step_of_each(text):
     assert deviation(text) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("text", CASES)
+def test_a_section_as_one_long_tensor_is_torchs_optimiser_on_each(text, rows):
+    """Values, the moments by name, and going on from moments that were written down."""
+    optimiser = Optimiser.parse(text)
+    lead = () if rows == 1 else (rows,)
+    start = tree(0, *lead)["weights"]
+    ours = TreeOptimiser({"weights": optimiser}, {"weights": start}, rows)
+    theirs = {name: value.clone() for name, value in start.items()}
+    built = {name: optimiser.build([value]) for name, value in theirs.items()}
+    for step in range(4):
+        if step == 2:
+            written = ours.state()
+            ours = TreeOptimiser({"weights": optimiser}, ours.values, rows)
+            ours.load_state(written)
+        grads = tree(10 + step, *lead)["weights"]
+        ours.step({"weights": grads})
+        for name, value in theirs.items():
+            value.grad = grads[name].clone()
+            built[name].step()
+    torch.testing.assert_close(ours.values["weights"], theirs, rtol=1e-5, atol=1e-6)
+    moments = {f"{k}/{n}": v for n, one in built.items() for k, v in one.state_dict()["state"].get(0, {}).items()}
+    state = ours.state()["weights"]
+    assert state.keys() == moments.keys()
+    for path, value in moments.items():
+        if value is not None:
+            torch.testing.assert_close(torch.as_tensor(state[path]), torch.as_tensor(value), rtol=1e-5, atol=1e-6)
+
+
 def test_every_optimiser_of_torch_is_accounted_for():
     """A new one in torch must be tried by the test above, or be named as unusable or not elementwise."""
     tried = {text.split("(")[0] for text in CASES}

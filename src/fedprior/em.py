@@ -18,7 +18,7 @@ from fedprior.keys import Purpose
 from fedprior.network import Network
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser, TreeOptimiser
 from fedprior.priors import Prior
-from fedprior.trees import Gates, Params, Tree, leaves, tree_map
+from fedprior.trees import Gates, Params, Tree, clone, leaves, tree_map
 from fedprior.wire import Layout
 
 Tamper = Callable[[Tree, Tree], Tree]
@@ -55,6 +55,8 @@ class Algorithm:
 
     def with_extra(self, message: Tree, extra: Tree) -> Tree:
         """A message of the prior with what the correction adds, on the weights that the message's gates leave."""
+        if not extra:
+            return message
         support = self.prior.support(message["gates"]) if "gates" in message else {}
         masked = {
             section: {name: value * support.get(name, 1.0) for name, value in values.items()}
@@ -106,12 +108,10 @@ def local_objective(algorithm: Algorithm, network: Network) -> Callable[..., tup
     """The client's objective: loss(relax(q)) − Σ temper · log p(expect(q) | packet), and the loss alone."""
     prior = algorithm.prior
 
-    def objective(
-        local: Tree, packet: Tree, x: Tensor, y: Tensor, weight: Tensor | None, relax_key: Tensor, dropout_key: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def objective(local: Tree, packet: Tree, batch: Params, draws: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         expected = prior.expect(local, packet)
-        params = prior.relax(expected, packet, relax_key)
-        loss = network.training_loss(params, x, y, weight, dropout_key)
+        params = prior.relax(expected, packet, draws[0])
+        loss = network.training_loss(params, batch["x"], batch["y"], batch.get("weight"), draws[1])
         return loss - prior.tempered_log_prob(expected, packet), loss
 
     return objective
@@ -131,22 +131,25 @@ def e_step(
     """Start q at the prior, descend the local objective, commit to a hard assignment."""
     prior, correction = algorithm.prior, algorithm.correction
     lift = torch.func.vmap if vectorised else _as_is
-    gradient = (_cohort_gradient if vectorised else _gradient)(local_objective(algorithm, network))
+    gradient = _gradient(lift(local_objective(algorithm, network)))
     start = lift(_adopter(prior, network))(packet, keys.fold(key, Purpose.ADOPT), _all(prior, batches))
     packet = lift(prior.receive)(packet)
-    support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
-    direction = correction.direction(packet, memory, support)
-    optimiser = TreeOptimiser(algorithm.local, start)
+    direction: Params = {}
+    if memory:
+        support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
+        direction = correction.direction(packet, memory, support)
+    optimiser = TreeOptimiser(algorithm.local, start, len(key) if vectorised else 1)
     local = optimiser.values
     lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
-    total, steps = torch.zeros_like(lr), torch.zeros_like(lr)
+    losses: list[Tensor] = []
+    taken: list[Tensor] = []
     step_keys = keys.fold(keys.fold(key, Purpose.STEP).unsqueeze(-1), torch.arange(len(batches), device=key.device))
     relax_keys, dropout_keys = keys.fold(step_keys, Purpose.RELAX), keys.fold(step_keys, Purpose.DROPOUT)
     for step in range(len(batches)):
         batch = batches[step]
-        before = tree_map(Tensor.clone, local) if batch.active is not None else local
+        before = clone(local) if batch.active is not None else local
         draws = (relax_keys[..., step], dropout_keys[..., step])
-        grads, loss = gradient(local, packet, batch.x, batch.y, batch.weight, *draws)
+        grads, loss = gradient(local, packet, _given(batch), draws)
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
@@ -154,15 +157,16 @@ def e_step(
             optimiser.load(lift(prior.prox)(local, packet, lr))
         if batch.active is not None:
             optimiser.load(tree_map(partial(_where, batch.active), local, before))
-        taken = 1.0 if batch.active is None else batch.active.to(lr.dtype)
-        total, steps = total + loss.detach() * taken, steps + taken
+            taken.append(batch.active)
+        losses.append(loss.detach())
+    loss, steps = _mean_loss(losses, taken, lr)
     if tamper:
         local = tamper(local, packet)
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
     extra = lift(correction.conclude)(start["weights"], local["weights"], packet, steps * lr)
     upload = lift(algorithm.with_extra)(upload, extra)
     gates = lift(prior.expect)(local, packet)["gates"]
-    return EStep(upload, gates, total / steps, correction.keep(memory, upload))
+    return EStep(upload, gates, loss, correction.keep(memory, upload))
 
 
 def m_step(
@@ -185,37 +189,50 @@ def m_step(
     def realise(uploads: Tree, server: Tree) -> Tree:
         return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
 
-    assignments = lift(realise)(uploads, server)
-    server = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
+    absorbed = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
     if optimiser is None:
-        return lift(prior.solve)(assignments, server)
-    variables = {section: server[section] for section in optimiser.values}
+        return lift(prior.solve)(lift(realise)(uploads, server), absorbed)
+    server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
         values = torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments)
         return -values.mean(), values
 
-    grads = (_cohort_gradient if vectorised else _gradient)(objective)(variables, server, assignments)[0]
+    if prior.known_slope:
+        grads = lift(prior.slope)(uploads, server)
+    else:
+        grads = _gradient(lift(objective))(variables, server, lift(realise)(uploads, server))[0]
     optimiser.load(variables)
     optimiser.step(grads)
-    return {**server, **tree_map(Tensor.clone, optimiser.values)}
+    return {**server, **clone(optimiser.values)}
 
 
-def _all(prior: Prior, batches: Batches) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _given(batch: Batch) -> Params:
+    """A batch as tensors only, which is what `vmap` takes: without padding there are no weights."""
+    weight = {} if batch.weight is None else {"weight": batch.weight}
+    return {"x": batch.x, "y": batch.y, **weight}
+
+
+def _all(prior: Prior, batches: Batches) -> list[Params]:
     """Every example and its weight, for a prior whose clients look at their data before they start."""
     steps = [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
     return [
-        (b.x, b.y, b.weight if b.active is None or b.weight is None else b.weight * b.active[:, None]) for b in steps
+        _given(b if b.active is None or b.weight is None else b._replace(weight=b.weight * b.active[:, None]))
+        for b in steps
     ]
 
 
 def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
     """`prior.adopt` with a client's mean loss over its batches as `explain`."""
 
-    def adopt(packet: Tree, key: Tensor, batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tree:
+    def adopt(packet: Tree, key: Tensor, batches: list[Params]) -> Tree:
+        def loss(params: Params, batch: Params) -> tuple[Tensor, Tensor]:
+            x, y, weight = batch["x"], batch["y"], batch.get("weight")
+            size = torch.full((), len(y), device=y.device) if weight is None else weight.sum()
+            return network.evaluation_loss(params, x, y, weight) * size, size
+
         def explain(params: Params) -> Tensor:
-            sizes = [torch.full((), len(y), device=y.device) if w is None else w.sum() for _, y, w in batches]
-            losses = [network.evaluation_loss(params, *batch) * n for batch, n in zip(batches, sizes, strict=True)]
+            losses, sizes = zip(*(loss(params, batch) for batch in batches), strict=True)
             return torch.stack(losses).sum() / torch.stack(sizes).sum()
 
         return prior.adopt(packet, key, explain)
@@ -230,7 +247,9 @@ def _as_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tree, Tensor]]:
     """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
 
-    torch.func.grad records the backward pass as well, which one client has no use for.
+    Lifted to a cohort, the objective has one value a client; no client's value depends on another's variables, so the
+    gradient of their sum is each client's own. torch.func.grad would record the backward pass as well, which nobody
+    has a use for.
     """
 
     def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Tensor]:
@@ -238,21 +257,22 @@ def _gradient(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
             inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
             value, beside = objective(inputs, *rest)
             flat = [leaf for _, leaf in leaves(inputs)]
-            grads = iter(torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True))
+            ones = torch.ones_like(value)
+            found = torch.autograd.grad(value, flat, ones, allow_unused=True, materialize_grads=True)
+        grads = iter(found)
         return tree_map(lambda _: next(grads), inputs), beside.detach()
 
     return gradient
 
 
-def _cohort_gradient(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tree, Tensor]]:
-    """The same for a stacked cohort."""
-    lifted = torch.func.vmap(torch.func.grad_and_value(objective, has_aux=True))
-
-    def gradient(*arguments: Any) -> tuple[Tree, Tensor]:
-        grads, (_, loss) = lifted(*arguments)
-        return grads, loss
-
-    return gradient
+def _mean_loss(losses: list[Tensor], taken: list[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Each client's mean loss over the steps it took, and how many those were; not told which, it took all."""
+    each = torch.stack(losses).to(like.dtype)
+    if not taken:
+        return each.mean(0), torch.full_like(like, len(losses))
+    steps = torch.stack(taken).to(like.dtype)
+    # A client that has finished repeats its last step, whose loss is finite if that of the step was.
+    return (each * steps).sum(0) / steps.sum(0), steps.sum(0)
 
 
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:

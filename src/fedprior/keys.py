@@ -59,6 +59,11 @@ def _mix_number(number: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
+def _in_kernel(key: Tensor) -> bool:
+    """Whether a draw is one launch instead of some twenty; the numbers are the same, bit for bit."""
+    return key.is_cuda and kernels.available()
+
+
 def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
     """The root key of a run."""
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device) + _GAMMA)
@@ -67,22 +72,34 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
     """A new key from a key and a number, element by element: `fold(key, client_ids)` gives one key a client."""
     # A plain number is mixed on the host: a captured CUDA graph cannot copy it to the device.
-    mixed = _mix_number(data) if isinstance(data, int) else _mix(data.to(key.device, torch.int64) + _GAMMA)
+    data = _mix_number(data) if isinstance(data, int) else data.to(key.device, torch.int64)
+    if _in_kernel(key):
+        return draws.fold(key, data)
+    mixed = data if isinstance(data, int) else _mix(data + _GAMMA)
     # The key is mixed once more than the data: alike, fold(key(a), b) and fold(key(b), a) would be the same key.
     return _mix(_mix(key + _GAMMA) ^ mixed)
 
 
 def bits(key: Tensor, count: int) -> Tensor:
     """`count` distinct int64 numbers."""
+    if _in_kernel(key):
+        return draws.bits(key, count)
     return _mix(key + torch.arange(1, count + 1, device=key.device) * _GAMMA)
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers strictly between 0 and 1, with 23 random bits, so that both `log(u)` and `log(1 - u)` are finite."""
     count = math.prod(shape)
-    if key.is_cuda and dtype == torch.float32 and kernels.available():
+    if dtype == torch.float32 and _in_kernel(key):
         return draws.uniform(key, count).reshape(shape)
     return ((_shift(bits(key, count), 41).to(dtype) + 0.5) * 2.0**-23).reshape(shape)
+
+
+def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
+    """x / (1 − rate) where a uniform draw is at least the rate, else zero."""
+    if x.dtype == torch.float32 and _in_kernel(key):
+        return draws.dropout(x, key, rate)
+    return x * ((uniform(key, tuple(x.shape), x.dtype) >= rate).to(x.dtype) / (1 - rate))
 
 
 def permutation(key: Tensor, size: Tensor | int, capacity: int) -> Tensor:

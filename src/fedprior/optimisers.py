@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from fedprior.errors import SettingError
-from fedprior.trees import Tree
+from fedprior.trees import Params, Tree, copy_all
 from fedprior.yogi import Yogi
 
 NOT_ELEMENTWISE = {"Adafactor", "Muon"}
+FUSED = {"SGD", "Adam", "AdamW"}
+"""Those whose step on any number of tensors is a launch or two on a GPU."""
 UNUSABLE = {"LBFGS": "it needs to evaluate its loss again", "SparseAdam": "it wants sparse gradients"}
 
 
@@ -83,8 +85,18 @@ class Optimiser:
 
     def _for_device(self, tensors: list[Tensor]) -> dict[str, Any]:
         """On a GPU even the count of steps lives there: nothing waits for it, and a CUDA graph can hold it."""
-        knows = "capturable" in inspect.signature(_kind(self.name)).parameters
-        return {"capturable": True} if knows and "capturable" not in self.settings and tensors[0].is_cuda else {}
+        if not tensors[0].is_cuda:
+            return {}
+        knows, chosen = inspect.signature(_kind(self.name)).parameters, set(self.settings)
+        options = {"capturable": True} if "capturable" in knows and "capturable" not in chosen else {}
+        if self.name in FUSED and not chosen & {"fused", "foreach", "differentiable"}:
+            options["fused"] = True
+        return options
+
+    @property
+    def joins(self) -> bool:
+        """Whether one long tensor costs less than many short ones, and makes no difference."""
+        return self.name not in FUSED | NOT_ELEMENTWISE
 
     @property
     def capturable(self) -> bool:
@@ -98,41 +110,67 @@ class Optimiser:
 
 
 class TreeOptimiser:
-    """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are."""
+    """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are.
 
-    def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree) -> None:
-        self.values = {section: {k: v.detach().clone() for k, v in tree[section].items()} for section in optimisers}
-        self.optimisers = {
-            section: optimiser.build(list(self.values[section].values())) for section, optimiser in optimisers.items()
-        }
+    Where it pays, the tensors of a section are pieces of one long tensor, and that is what is optimised. Of a stacked
+    tree, `rows` is how many are stacked.
+    """
+
+    def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree, rows: int = 1) -> None:
+        self.rows = rows
+        self.values: Tree = {}
+        self.optimisers: dict[str, torch.optim.Optimizer] = {}
+        self.long: dict[str, Tensor] = {}
+        for section, optimiser in optimisers.items():
+            values = {name: value.detach().clone() for name, value in tree[section].items()}
+            if optimiser.joins and len(values) > 1 and len({(v.dtype, v.device) for v in values.values()}) == 1:
+                self.long[section] = _join(list(values.values()), rows)
+                values = _part(self.long[section], values)
+            self.values[section] = values
+            over = [self.long[section]] if section in self.long else list(values.values())
+            self.optimisers[section] = optimiser.build(over)
 
     def step(self, grads: Tree) -> None:
         """Descend, in place."""
         for section, optimiser in self.optimisers.items():
-            for name, value in self.values[section].items():
-                value.grad = grads[section][name]
+            slopes = [grads[section][name] for name in self.values[section]]
+            if section in self.long:
+                over, slopes = [self.long[section]], [_join(slopes, self.rows)]
+            else:
+                over = list(self.values[section].values())
+            for value, slope in zip(over, slopes, strict=True):
+                value.grad = _laid_out(slope, value)
             optimiser.step()
-            for value in self.values[section].values():
+            for value in over:
                 value.grad = None
 
     def load(self, tree: Tree) -> None:
         """Take other values; the optimisers keep their moments."""
         for section, values in self.values.items():
-            for name, value in values.items():
-                value.copy_(tree[section][name])
+            copy_all(list(values.values()), [tree[section][name] for name in values])
 
     def state(self) -> dict[str, dict[str, Any]]:
         """A copy of each optimiser's moments: {section: {"exp_avg/fc.bias": tensor or number}}."""
-        out: dict[str, dict[str, Any]] = {}
-        for section, optimiser in self.optimisers.items():
-            names = list(self.values[section])
-            states = optimiser.state_dict()["state"]
-            out[section] = {
-                f"{key}/{names[i]}": value.clone() if isinstance(value, Tensor) else value
-                for i, moments in states.items()
-                for key, value in moments.items()
+        return {
+            section: {
+                path: value.clone() if isinstance(value, Tensor) else value
+                for path, value in self._moments(section).items()
             }
-        return out
+            for section in self.optimisers
+        }
+
+    def _moments(self, section: str) -> dict[str, Any]:
+        """The moments themselves, by name; where tensors are joined, views of them."""
+        values, moments = self.values[section], self.optimisers[section].state_dict()["state"]
+        if section not in self.long:
+            names = list(values)
+            return {f"{key}/{names[i]}": value for i, each in moments.items() for key, value in each.items()}
+        shape, found = self.long[section].shape, dict[str, Any]()
+        for key, value in moments.get(0, {}).items():
+            joined = isinstance(value, Tensor) and value.shape == shape
+            pieces = _part(value, values) if joined else dict.fromkeys(values, value)
+            found |= {f"{key}/{name}": piece for name, piece in pieces.items()}
+        return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """The inverse of `state`."""
@@ -142,18 +180,22 @@ class TreeOptimiser:
             for path, value in state.get(section, {}).items():
                 key, name = path.split("/", 1)
                 moments.setdefault(names.index(name), {})[key] = value
+            if section in self.long and moments:
+                moments = {0: {key: self._joined(section, key, moments) for key in moments[0]}}
             optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+
+    def _joined(self, section: str, key: str, moments: dict[int, dict[str, Any]]) -> Any:
+        """One moment of all tensors of a section as that of the long one."""
+        values = list(self.values[section].values())
+        each = [moments[i][key] for i in range(len(values))]
+        alike = all(isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(each, values, strict=True))
+        return _join(each, self.rows) if alike and key != "step" else each[0]
 
     # ------------------------------------------------------------------ stacked runs
     def moments(self) -> list[Tensor]:
         """The tensors that the optimisers keep, themselves."""
-        return [
-            value
-            for optimiser in self.optimisers.values()
-            for state in optimiser.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        every = [value for section in self.optimisers for value in self._moments(section).values()]
+        return list({id(value): value for value in every if isinstance(value, Tensor)}.values())
 
     def load_rows(self, states: list[dict[str, dict[str, Any]]]) -> None:
         """`load_state` of several runs' moments, stacked; counts of steps are the same for all."""
@@ -188,3 +230,24 @@ class TreeOptimiser:
         """Whether a moment has one number a parameter, rather than one for all."""
         shape = self.values[section][path.split("/", 1)[1]].shape
         return isinstance(value, Tensor) and value.shape == shape[dims:] and not path.startswith("step/")
+
+
+def _join(tensors: list[Tensor], rows: int) -> Tensor:
+    """All numbers of a row one after the other: gradients of stacked gates already are columns of one such tensor."""
+    if rows == 1:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.reshape(rows, -1) for tensor in tensors], 1)
+
+
+def _part(joint: Tensor, like: Params) -> Params:
+    """The inverse, as views."""
+    rows = joint.shape[0] if joint.dim() > 1 else 1
+    pieces = joint.split([value.numel() // rows for value in like.values()], -1)
+    return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+
+
+def _laid_out(grad: Tensor, value: Tensor) -> Tensor:
+    """On a GPU in memory as its parameter is: only then can one launch take them all."""
+    if not value.is_cuda or grad.stride() == value.stride():
+        return grad
+    return torch.empty_like(value).copy_(grad)

@@ -33,6 +33,19 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         yield prefix, tree
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """`target.copy_(source)` for each, on a GPU in as few launches as there are kinds of tensors."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def clone(tree: Any) -> Any:
+    """The same numbers in memory of their own."""
+    copies = tree_map(torch.empty_like, tree)
+    copy_all([leaf for _, leaf in leaves(copies)], [leaf for _, leaf in leaves(tree)])
+    return copies
+
+
 def stack(trees: Sequence[Any]) -> Any:
     """One tree with a new leading dimension, one row a tree."""
     return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])

@@ -7,7 +7,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def plain_float32(monkeypatch):
+def plain_float32(monkeypatch, request):
+    if not getattr(request.module, "NEEDS_TRITON", True):
+        return
     pytest.importorskip("triton", reason="the kernels need Triton, which comes with torch for CUDA")
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")

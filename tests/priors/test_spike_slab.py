@@ -339,6 +339,26 @@ def test_unit_wise_server_gradients_are_those_of_algorithm_1_for_what_was_sent()
         torch.testing.assert_close(v.grad, -(z - prob) * torch.sigmoid(v.detach()) / T, rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("dense", [0, 3])
+def test_the_slope_in_closed_form_is_the_gradient_of_what_the_m_step_climbs(dense: int) -> None:
+    """Over several clients whose gates differ, one layer's thresholds being those of the dense rounds."""
+    prior, server, local = unit_prior()
+    prior = SpikeSlab(prior.gating, temperature=T, dense_rounds=dense)
+    server["thresholds"]["0"][:2] = -100.0 if dense else -3.0
+    uploads = []
+    for seed in range(3):
+        gates = random_gates(server["thresholds"], seed)
+        moved = {name: value + 0.1 * seed for name, value in local["weights"].items()}
+        uploads.append({"weights": prior.gating.prune(moved, gates), "gates": gates})
+    found = prior.slope(stack(uploads), server)
+    realised = [{**upload, "weights": prior.realise(upload, server)} for upload in uploads]
+    with_grad(server)
+    (-torch.stack([prior.log_prob(assignment, server) for assignment in realised]).mean()).backward()
+    for section in ("weights", "thresholds"):
+        for name, value in server[section].items():
+            torch.testing.assert_close(found[section][name], value.grad, rtol=0, atol=1e-9)
+
+
 def test_momentum_does_not_revive_what_was_pruned() -> None:
     prior, server = lenet_prior()
     server["thresholds"]["conv1"][:20] += 3.0

@@ -75,6 +75,20 @@ def test_runs_together_are_as_if_alone(small_task, case):
         same(one, other)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedmix", "fedsparse"])
+def test_full_batches_need_no_weights_and_last_ones_may(small_task, name):
+    """Clients of as many batches, of which only the last has padding: the others are told apart on the host."""
+    task = small_task((8, 7, 8, 6), dtype=torch.float64)
+    algorithm = fedprior.algorithm(name, task.network)
+    together, alone = (simulate(task, algorithm, epochs=2) for _ in range(2))
+    engine = Together([together])
+    for _ in range(3):
+        (found,), expected = engine.step(evaluate=True), alone.step(evaluate=True)
+        assert found == pytest.approx(expected, abs=1e-9)
+    engine.sync()
+    same(together, alone)
+
+
 def test_targets_that_are_no_labels_have_no_accuracy_in_either_engine():
     draw = torch.Generator().manual_seed(0)
     clients = [tuple(torch.randn(n, d, generator=draw) for n, d in ((5, 3), (5, 2), (2, 3), (2, 2))) for _ in range(4)]

@@ -266,6 +266,18 @@ def test_gates_that_follow_their_scores_are_filled_up_exactly():
     assert floored([0, 1, 0, 0], [-9.0, 2.0, -3.0, -8.0], 3) == ([0, 1, 1, 1], 1)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), least=st.integers(1, 4), closed=st.floats(0.5, 1))
+def test_the_floor_of_all_layers_at_once_is_that_of_each(seed, least, closed):
+    gating = UnitGating(find_structure(Residual(), torch.randn(1, 3)), floor=least)
+    draw = torch.Generator().manual_seed(seed)
+    scores = {layer: torch.randn(shape, generator=draw) for layer, shape in gating.gate_shapes.items()}
+    gates = {layer: (torch.rand(value.shape, generator=draw) > closed).float() for layer, value in scores.items()}
+    assert [{k: v.tolist() for k, v in part.items()} for part in gating.floor(gates, scores)] == [
+        {k: v.tolist() for k, v in part.items()} for part in Gating.floor(gating, gates, scores)
+    ]
+
+
 def test_the_floor_acts_layer_by_layer():
     gating = WeightGating({"a": (2, 2), "b": (1, 3)}, floor=2)
     gates = {"a": torch.ones(2, 2), "b": torch.zeros(1, 3)}

@@ -22,7 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
-SIMULATOR_ONLY = ("mode", "workers", "data", "wire", "attack", "attackers", "checkpoint_every")
+SIMULATOR_ONLY = ("mode", "arithmetic", "workers", "data", "wire", "attack", "attackers", "checkpoint_every")
 MAY_CHANGE = ("rounds", "evaluate_every", "device")
 """Settings that a resumed run may have otherwise than before."""
 

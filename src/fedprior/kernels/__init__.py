@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprior.kernels.mode import BatchedKernels, available
+from fedprior.kernels.mode import BatchedKernels, available, usable
 
-__all__ = ["BatchedKernels", "available", "routed"]
+__all__ = ["BatchedKernels", "available", "routed", "usable"]
 
 
 def routed(x: Tensor) -> AbstractContextManager[Any]:

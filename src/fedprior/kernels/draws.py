@@ -1,4 +1,4 @@
-"""Keyed draws as a function that `torch.func` can batch: a cohort's keys end in one launch."""
+"""Keyed draws as functions that `torch.func` can batch: a cohort's keys end in one launch."""
 
 from typing import Any
 
@@ -16,7 +16,64 @@ def uniform(key: Tensor, count: int) -> Tensor:
     return drawn
 
 
-class Uniform(torch.autograd.Function):
+def bits(key: Tensor, count: int) -> Tensor:
+    """`count` int64 numbers for each key, the same as `fedprior.keys.bits` gives."""
+    drawn: Tensor = Bits.apply(key, count)
+    return drawn
+
+
+def fold(key: Tensor, data: Tensor | int) -> Tensor:
+    """`fedprior.keys.fold`; a number must be mixed already."""
+    if isinstance(data, int):
+        number: Tensor = FoldNumber.apply(key, data)
+        return number
+    dims = max(key.dim(), data.dim())  # alike, so that a dimension that `vmap` puts in front is the same for both
+    key, data = (x.reshape([1] * (dims - x.dim()) + list(x.shape)) for x in (key, data))
+    folded: Tensor = Fold.apply(key, data)
+    return folded
+
+
+def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
+    """x / (1 − rate) where `uniform(key, …)` is at least the rate, else zero; differentiable in x."""
+    out: Tensor = Dropout.apply(x, key, rate)
+    return out
+
+
+def _front(info: Any, dim: int | None, x: Tensor) -> Tensor:
+    """`vmap`'s dimension in front; what is not batched is repeated, without a copy."""
+    return x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
+
+
+def _fold(key: Tensor, data: Tensor | None, number: int) -> Tensor:
+    from fedprior.kernels.draw_kernels import fold_kernel
+
+    shape = key.shape if data is None else torch.broadcast_shapes(key.shape, data.shape)
+    out = torch.empty(shape, dtype=torch.int64, device=key.device)
+    columns = shape[-1] if shape else 1
+    # Two strides each: what is broadcast has a stride of zero, and only from three dimensions on may it be copied.
+    plane = [x.expand(shape).reshape(-1, columns) for x in ((key,) if data is None else (key, data))]
+    if out.numel():
+        with target(key):
+            fold_kernel[(cdiv(out.numel(), BLOCK),)](
+                plane[0], plane[-1], out, number, out.numel(), columns, *plane[0].stride(), *plane[-1].stride(),
+                NUMBER=data is None, BLOCK=BLOCK,
+            )  # fmt: skip
+    return out
+
+
+class _Keyed(torch.autograd.Function):
+    """What integers and draws have no gradient for."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None
+
+
+class Uniform(_Keyed):
     """Keys of any shape to draws of that shape and one dimension more."""
 
     @staticmethod
@@ -31,15 +88,77 @@ class Uniform(torch.autograd.Function):
         return out
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(output)
+    def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:
+        return Uniform.apply(_front(info, in_dims[0], key), count), 0
+
+
+class Bits(_Keyed):
+    """The same for whole numbers."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None
+    def forward(key: Tensor, count: int) -> Tensor:
+        from fedprior.kernels.draw_kernels import bits_kernel
+
+        key = key.contiguous()
+        out = torch.empty(*key.shape, count, dtype=torch.int64, device=key.device)
+        if out.numel():
+            with target(key):
+                bits_kernel[(cdiv(count, BLOCK), key.numel())](key, out, count, BLOCK=BLOCK)
+        return out
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:
-        if in_dims[0] is None:
-            return Uniform.apply(key, count), None
-        return Uniform.apply(key.movedim(in_dims[0], 0), count), 0
+        return Bits.apply(_front(info, in_dims[0], key), count), 0
+
+
+class FoldNumber(_Keyed):
+    """Keys and one mixed number for all of them to new keys."""
+
+    @staticmethod
+    def forward(key: Tensor, number: int) -> Tensor:
+        return _fold(key, None, number)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, key: Tensor, number: int) -> Any:
+        return FoldNumber.apply(_front(info, in_dims[0], key), number), 0
+
+
+class Fold(_Keyed):
+    """Keys and numbers, of as many dimensions, to new keys."""
+
+    @staticmethod
+    def forward(key: Tensor, data: Tensor) -> Tensor:
+        return _fold(key, data, 0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, key: Tensor, data: Tensor) -> Any:
+        return Fold.apply(_front(info, in_dims[0], key), _front(info, in_dims[1], data)), 0
+
+
+class Dropout(torch.autograd.Function):
+    """Inputs of the keys' shape and more; linear in them, and its own transpose."""
+
+    @staticmethod
+    def forward(x: Tensor, key: Tensor, rate: float) -> Tensor:
+        from fedprior.kernels.draw_kernels import dropout_kernel
+
+        x, key = x.contiguous(), key.contiguous()
+        out = torch.empty_like(x)
+        if out.numel():
+            count = x.numel() // key.numel()
+            with target(x):
+                dropout_kernel[(cdiv(count, BLOCK), key.numel())](x, key, out, count, rate, 1 / (1 - rate), BLOCK=BLOCK)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, key, ctx.rate = inputs
+        ctx.save_for_backward(key)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Dropout.apply(grad, *ctx.saved_tensors, ctx.rate), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, key: Tensor, rate: float) -> Any:
+        return Dropout.apply(_front(info, in_dims[0], x), _front(info, in_dims[1], key), rate), 0

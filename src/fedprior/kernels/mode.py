@@ -22,6 +22,11 @@ def available() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
+def usable(x: Tensor) -> bool:
+    """Whether there are kernels for tensors like this one."""
+    return x.is_cuda and x.dtype == torch.float32 and available()
+
+
 def batched(x: Tensor) -> bool:
     """Whether some enclosing `vmap` batches the tensor, so that there is one for each client."""
     while _functorch.is_functorch_wrapped_tensor(x):
@@ -32,7 +37,9 @@ def batched(x: Tensor) -> bool:
 
 
 class BatchedKernels(TorchFunctionMode):
-    """Sends convolutions, group norms and 2×2 pools of a vectorised cohort to the kernels, all else to torch.
+    """Sends convolutions, linear layers, group norms and 2×2 pools of a vectorised cohort to the kernels.
+
+    All else goes to torch.
 
     `force` also takes tensors that are not on a GPU, for Triton's interpreter; `routes` names the functions to take
     over, all that have a kernel unless told.
@@ -84,6 +91,14 @@ class BatchedKernels(TorchFunctionMode):
 
         return conv2d(input, weight, bias, stride, padding)
 
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """The route of `linear`; weights that all clients share are torch's own good case."""
+        if weight.dim() != 2 or not batched(weight) or not self.takes(input, weight, bias):
+            return NotImplemented
+        from fedprior.kernels.linear import linear
+
+        return linear(input, weight, bias)
+
     def group_norm(
         self,
         input: Tensor,
@@ -127,6 +142,7 @@ class BatchedKernels(TorchFunctionMode):
 ROUTES: dict[Any, Any] = {
     torch.conv2d: BatchedKernels.conv2d,
     F.conv2d: BatchedKernels.conv2d,
+    F.linear: BatchedKernels.linear,
     torch.group_norm: BatchedKernels.group_norm,
     F.group_norm: BatchedKernels.group_norm,
     torch.max_pool2d: BatchedKernels.max_pool2d,

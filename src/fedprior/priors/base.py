@@ -73,6 +73,13 @@ class Prior(ABC):
     def solve(self, assignments: Tree, server: Tree) -> Tree:
         """The closed-form M-step: the server that maximises Σ log p over stacked assignments."""
 
+    known_slope: bool = False
+    """Whether `slope` is known in closed form; if not, the M-step differentiates `log_prob`."""
+
+    def slope(self, uploads: Tree, server: Tree) -> Tree:
+        """The gradient of −`log_prob` in the server's variables, averaged over stacked uploads."""
+        raise NotImplementedError
+
     def predict(self, server: Tree) -> Params:
         """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}

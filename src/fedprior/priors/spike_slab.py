@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprior import kernels
 from fedprior.errors import SettingError
+from fedprior.kernels import concrete
 from fedprior.priors.base import Explain, Prior, Term
 from fedprior.priors.gated import gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
@@ -29,6 +31,7 @@ from fedprior.wire import Layout
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
+STRETCH = concrete.Stretch(BETA, GAMMA, ZETA, math.log(-GAMMA / ZETA))
 SMALLEST = 1e-8
 """The smallest threshold."""
 CLOSED = -1e9
@@ -108,26 +111,30 @@ class SpikeSlab(Prior):
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
         return self.gating.part(self.joint_logits(state))
 
-    def joint_logits(self, state: Tree) -> Tensor:
-        """The same, all layers in one vector."""
+    def joint_logits(self, state: Tree, norms: Tensor | None = None) -> Tensor:
+        """The same, all layers in one vector; the norms may be known already."""
         if "joint" in state:  # a packet, once received
             return state["joint"]["logits"]
-        return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None)
+        return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
-    def _logits(self, state: Tree, is_open: Tensor | None) -> Tensor:
-        norms = self.gating.joint_norms({name: value.detach() for name, value in state["weights"].items()})
+    def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits and probabilities of all gates."""
+        norms = self.gating.detached_norms(state["weights"]) if norms is None else norms
         v = self.gating.join(state["thresholds"])
+        # Half way: an optimiser with weight decay moves v a little.
+        edge = NO_THRESHOLD / 2 if self.dense_rounds > 0 else -math.inf
+        if kernels.usable(v):
+            edges = concrete.Edges(edge, OPEN, CLOSED)
+            return concrete.logits_and_gates(norms, v, is_open, self.temperature, edges)
         logits = (norms - F.softplus(v)) / self.temperature
-        if self.dense_rounds > 0:  # half way: an optimiser with weight decay moves v a little
-            logits = torch.where(v < NO_THRESHOLD / 2, OPEN, logits)
-        return logits if is_open is None else torch.where(is_open, logits, CLOSED)
+        if self.dense_rounds > 0:
+            logits = torch.where(v < edge, OPEN, logits)
+        logits = logits if is_open is None else torch.where(is_open, logits, CLOSED)
+        return logits, logits.sigmoid()
 
-    def _thresholds(self, norms: Gates, logits: Gates) -> Gates:
+    def _thresholds(self, norms: Tensor, logits: Tensor | float) -> Tensor:
         """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
-        return {
-            layer: _inverse_softplus((norms[layer] - self.temperature * logits[layer]).clamp(min=SMALLEST))
-            for layer in norms
-        }
+        return _inverse_softplus((norms - self.temperature * logits).clamp(min=SMALLEST))
 
     # ------------------------------------------------------------------ the server
     @property
@@ -141,31 +148,31 @@ class SpikeSlab(Prior):
         return math.log(self.prune_below / (1 - self.prune_below))
 
     def init(self, params: Params) -> Tree:
-        norms = self.gating.norms(params)
-        start = self._thresholds(norms, {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()})
+        norms = self.gating.detached_norms(params)
         if self.dense_rounds == 0:
-            return {"weights": params, "thresholds": start}
-        none = {layer: torch.full_like(norm, NO_THRESHOLD) for layer, norm in norms.items()}
-        return {"weights": params, "thresholds": none, "age": {"rounds": next(iter(norms.values())).new_zeros(())}}
+            return {"weights": params, "thresholds": self.gating.part(self._thresholds(norms, self._start))}
+        none = self.gating.part(torch.full_like(norms, NO_THRESHOLD))
+        return {"weights": params, "thresholds": none, "age": {"rounds": norms.new_zeros(())}}
 
     def _come_of_age(self, server: Tree) -> Tree:
         """Count rounds; after the dense ones, set the thresholds so that θ starts where it would have at the start."""
         if "age" not in server:
             return server
         age = server["age"]["rounds"] + 1
-        norms = self.gating.norms(server["weights"])
-        start = self._thresholds(norms, {layer: torch.full_like(norm, self._start) for layer, norm in norms.items()})
-        now = age == self.dense_rounds + 1
-        thresholds = {layer: torch.where(now, start[layer], v) for layer, v in server["thresholds"].items()}
-        return {**server, "thresholds": thresholds, "age": {"rounds": age}}
+        start = self._thresholds(self.gating.detached_norms(server["weights"]), self._start)
+        v = torch.where(age == self.dense_rounds + 1, start, self.gating.join(server["thresholds"]))
+        return {**server, "thresholds": self.gating.part(v), "age": {"rounds": age}}
 
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
-        logits, norms = self.logits(server), self.gating.norms(server["weights"])
-        likely = {layer: (logit > self._edge).to(logit.dtype) for layer, logit in logits.items()}
+        norms = self.gating.detached_norms(server["weights"])
+        return self._open(self.joint_logits(server, norms), norms)
+
+    def _open(self, logits: Tensor, norms: Tensor) -> tuple[Gates, Gates]:
+        likely = (logits > self._edge).to(logits.dtype)
         # The floor must not choose a group that was pruned before: there is nothing left of it to keep.
-        scores = {layer: torch.where(norms[layer] > 0, logit, CLOSED) for layer, logit in logits.items()}
-        return self.gating.floor(likely, scores)
+        scores = torch.where(norms > 0, logits, CLOSED)
+        return self.gating.floor(self.gating.part(likely), self.gating.part(scores))
 
     def prune(self, server: Tree) -> Tree:
         """w ← I[θ > ε] w, and with a unit the weights that read it.
@@ -179,16 +186,17 @@ class SpikeSlab(Prior):
             return {**server, "floored": self.open_gates(server)[1]}
         if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
             server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
-        gates, floored = self.open_gates(server)
+        before = self.gating.detached_norms(server["weights"])
+        logits = self.joint_logits(server, before)
+        gates, floored = self._open(logits, before)
         weights = self.gating.prune(server["weights"], gates)
-        logits, before, after = self.logits(server), self.gating.norms(server["weights"]), self.gating.norms(weights)
-        kept = {layer: torch.where(logit > self._edge, logit, self._start) for layer, logit in logits.items()}
-        moved = self._thresholds(after, kept)
-        thresholds = {}
-        for layer, v in server["thresholds"].items():
-            # Untouched groups keep v to the last bit.
-            touched = (before[layer] != after[layer]) | (logits[layer] <= self._edge)
-            thresholds[layer] = torch.where((gates[layer] > 0) & touched, moved[layer], v)
+        after = self.gating.detached_norms(weights)
+        moved = self._thresholds(after, torch.where(logits > self._edge, logits, self._start))
+        # Untouched groups keep v to the last bit.
+        touched = (before != after) | (logits <= self._edge)
+        kept = self.gating.join(gates) > 0
+        v = torch.where(kept & touched, moved, self.gating.join(server["thresholds"]))
+        thresholds = self.gating.part(v)
         return {**server, "weights": weights, "thresholds": thresholds, "floored": floored, "open": gates}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
@@ -202,13 +210,32 @@ class SpikeSlab(Prior):
         """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
         weights = gated_mean(self.gating, assignments, server)
         edge = min(self.theta_start, 1 - self.theta_start)
-        theta = {layer: gate.mean(0).clamp(edge, 1 - edge) for layer, gate in assignments["gates"].items()}
-        logits = {layer: (value / (1 - value)).log() for layer, value in theta.items()}
-        thresholds = self._thresholds(self.gating.norms(weights), logits)
+        means = {layer: gate.mean(0) for layer, gate in assignments["gates"].items()}
+        theta = self.gating.join(means).clamp(edge, 1 - edge)
+        v = self._thresholds(self.gating.detached_norms(weights), (theta / (1 - theta)).log())
         if "age" in server:
-            dense = server["age"]["rounds"] <= self.dense_rounds
-            thresholds = {layer: torch.where(dense, server["thresholds"][layer], v) for layer, v in thresholds.items()}
-        return {**server, "weights": weights, "thresholds": thresholds}
+            v = torch.where(server["age"]["rounds"] <= self.dense_rounds, self.gating.join(server["thresholds"]), v)
+        return {**server, "weights": weights, "thresholds": self.gating.part(v)}
+
+    known_slope = True
+
+    def slope(self, uploads: Tree, server: Tree) -> Tree:
+        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill.
+
+        A column that was not sent is taken to be the server's, so it adds nothing: z (w − φ_s) is the server's weights
+        there less what was sent.
+        """
+        sent = torch.func.vmap(self.gating.mask)(uploads["gates"])
+        weights = {}
+        for name, values in uploads["weights"].items():
+            w = server["weights"][name]
+            weights[name] = (w * sent[name].mean(0) if name in sent else w) - values.mean(0)
+        v = self.gating.join(server["thresholds"])
+        z = torch.func.vmap(self.gating.join)(uploads["gates"]).mean(0)
+        thresholds = (z - self._logits(server, None)[1]) * v.sigmoid() / self.temperature
+        if self.dense_rounds > 0:
+            thresholds = torch.where(v < NO_THRESHOLD / 2, 0.0, thresholds)
+        return {"weights": weights, "thresholds": self.gating.part(thresholds)}
 
     def predict(self, server: Tree) -> Params:
         weights = self.gating.prune(server["weights"], self.open_gates(server)[0])
@@ -227,16 +254,18 @@ class SpikeSlab(Prior):
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
         is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
-        logits = self._logits(local, is_open)
-        gates = logits.sigmoid()
+        logits, gates = self._logits(local, is_open)
         joint = {"logits": logits, "gates": gates}
         return {"weights": local["weights"], "gates": self.gating.part(gates), "joint": joint}
 
     def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
         """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
         logits = expected["joint"]["logits"]
-        gates = hard_concrete(logits, joint_draws(self.gating, key, logits.dtype))
-        return self.gating.apply(expected["weights"], self.gating.part(gates))
+        if kernels.usable(logits):
+            gates = concrete.hard_concrete(logits, key, STRETCH)
+        else:
+            gates = hard_concrete(logits, joint_draws(self.gating, key, logits.dtype))
+        return self.gating.scale(expected["weights"], gates)
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """z ~ Bern(π), exactly; what z leaves of w_s."""
@@ -248,11 +277,12 @@ class SpikeSlab(Prior):
 
     def realise(self, upload: Tree, reference: Tree) -> Params:
         """What was sent; a column that reads a closed unit was not, has no effect, and is taken to be as it was."""
-        own, sent = self.gating.rows(upload["gates"]), self.gating.mask(upload["gates"])
-        return {
-            name: value + (own.get(name, 1.0) - sent[name]) * reference["weights"][name] if name in sent else value
-            for name, value in upload["weights"].items()
-        }
+        gates, weights = upload["gates"], dict(upload["weights"])
+        own, sent = self.gating.rows(gates), self.gating.mask(gates) if self.gating.narrowed else {}
+        for name in self.gating.narrowed:
+            unsent = own.get(name, 1.0) - sent[name]
+            weights[name] = torch.addcmul(weights[name], unsent, reference["weights"][name])
+        return weights
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
@@ -266,7 +296,7 @@ class SpikeSlab(Prior):
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:
-        return {layer: logit.sigmoid() for layer, logit in self.logits(state).items()}
+        return self.gating.part(self.joint_logits(state).sigmoid())
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(self.open_gates(server)[0]))
@@ -274,7 +304,7 @@ class SpikeSlab(Prior):
 
 def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
     """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
-    noise = u.logit() / BETA + math.log(-GAMMA / ZETA)
+    noise = u.logit() / BETA + STRETCH.shift
     s = torch.add(noise, logit, alpha=1 / BETA).sigmoid()
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 

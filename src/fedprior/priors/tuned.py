@@ -31,6 +31,7 @@ class Tuned(Prior):
     def __init__(self, prior: Prior) -> None:
         self.prior = prior
         self.per_client, self.looks_at_data, self.smooth = prior.per_client, prior.looks_at_data, prior.smooth
+        self.known_slope = prior.known_slope
 
     def of(self, state: Tree) -> Any:
         """The prior with the settings that a state carries."""
@@ -68,6 +69,10 @@ class Tuned(Prior):
 
     def solve(self, assignments: Tree, server: Tree) -> Tree:
         result: Tree = self.of(server).solve(assignments, server)
+        return result
+
+    def slope(self, uploads: Tree, server: Tree) -> Tree:
+        result: Tree = self.of(server).slope(uploads, server)
         return result
 
     def predict(self, server: Tree) -> Params:

@@ -54,14 +54,17 @@ class Plan:
     """Places for a client's examples: whole batches, so that cohorts of like size share a plan."""
     even: bool
     """Whether all clients take as many steps."""
+    whole: int = 0
+    """Leading batches of each pass that are full for all clients, where they have as many batches."""
 
     @classmethod
     def of(cls, sizes: list[int], schedule: Schedule) -> "Plan":
         """The plan for clients with so many examples."""
         totals = [schedule.total(size) for size in sizes]
         epochs = max(-(-total // schedule.per_epoch(size)) for total, size in zip(totals, sizes, strict=True))
-        capacity = schedule.per_epoch(max(sizes)) * schedule.batch_size
-        return cls(max(totals), epochs, capacity, len(set(totals)) == 1)
+        passes, width = {schedule.per_epoch(size) for size in sizes}, schedule.batch_size
+        whole = min(sizes) // width if len(passes) == 1 else 0
+        return cls(max(totals), epochs, max(passes) * width, len(set(totals)) == 1, whole)
 
 
 class Places(NamedTuple):
@@ -86,18 +89,29 @@ class CohortBatches:
     """
 
     def __init__(self, x: Tensor, y: Tensor, places: Places, schedule: Schedule, plan: Plan, key: Tensor) -> None:
-        self.x, self.y, self.plan, self.width, self.sizes = x, y, plan, schedule.batch_size, places.size
-        self.per_epoch = (places.size + self.width - 1) // self.width
-        total = self.per_epoch * schedule.epochs
-        self.totals = total if schedule.steps is None else torch.full_like(total, schedule.steps)
-        self.rows = places.table(plan.capacity)
+        self.x, self.plan, self.width, device = x, plan, schedule.batch_size, key.device
+        per_epoch = (places.size + self.width - 1) // self.width
+        total = per_epoch * schedule.epochs
+        total = total if schedule.steps is None else torch.full_like(total, schedule.steps)
 
         def orders(key: Tensor, size: Tensor, epoch: Tensor) -> Tensor:
             return keys.permutation(keys.fold(key, epoch), size, plan.capacity)
 
         over_epochs = torch.func.vmap(orders, (None, None, 0))
-        epochs = torch.arange(plan.epochs, device=key.device)
-        self.orders = torch.func.vmap(over_epochs, (0, 0, None))(key, self.sizes, epochs)
+        epochs = torch.arange(plan.epochs, device=device)
+        order = torch.func.vmap(over_epochs, (0, 0, None))(key, places.size, epochs)
+        # All steps at once: [clients, steps, batch].
+        steps = torch.arange(plan.steps, device=device)
+        self.active = total[:, None] > steps
+        # A client that has finished repeats its last step; `active` then discards the result.
+        step_of = torch.minimum(steps, total[:, None] - 1)
+        epoch, place = step_of // per_epoch[:, None], step_of % per_epoch[:, None]
+        positions = place[..., None] * self.width + torch.arange(self.width, device=device)
+        shuffled = order.flatten(1).gather(1, (positions + epoch[..., None] * plan.capacity).flatten(1))
+        self.rows = places.table(plan.capacity).gather(1, shuffled).view(positions.shape)
+        self.y = y[self.rows]
+        dtype = x.dtype if x.is_floating_point() else torch.float32
+        self.weight = (positions < places.size[:, None, None]).to(dtype)
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -105,14 +119,8 @@ class CohortBatches:
     def __getitem__(self, step: int) -> Batch:
         if step >= self.plan.steps:
             raise IndexError(step)
-        active = self.totals > step
-        # A client that has finished repeats its last step; `active` then discards the result.
-        step_of = (self.totals - 1).clamp(max=step)
-        epoch, place = step_of // self.per_epoch, step_of % self.per_epoch
-        order = self.orders[torch.arange(len(epoch), device=epoch.device), epoch]
-        positions = place[:, None] * self.width + torch.arange(self.width, device=epoch.device)
-        weight = positions < self.sizes[:, None]
-        chosen = self.rows.gather(1, order.gather(1, positions))
-        x, y = self.x[chosen], self.y[chosen]
-        dtype = x.dtype if x.is_floating_point() else torch.float32
-        return Batch(x, y, weight.to(dtype), None if self.plan.even else active)
+        full = step % (self.plan.capacity // self.width) < self.plan.whole
+        weight = None if full else self.weight[:, step]
+        return Batch(
+            self.x[self.rows[:, step]], self.y[:, step], weight, None if self.plan.even else self.active[:, step]
+        )

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from fedprior.errors import DivergedError, SettingError
-from fedprior.simulate import ranks
+from fedprior.simulate import arithmetic, ranks
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record
 from fedprior.simulate.together import Together
@@ -29,10 +29,11 @@ class InTurn:
 
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One plain round."""
-        try:
-            return [self.simulation.step(evaluate)]
-        except DivergedError as error:
-            return [error]
+        with arithmetic.using(self.simulation.arithmetic, self.simulation.root.device):
+            try:
+                return [self.simulation.step(evaluate)]
+            except DivergedError as error:
+                return [error]
 
     def sync(self) -> None:
         """Nothing: the simulation is where its state is."""

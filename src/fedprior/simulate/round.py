@@ -55,6 +55,8 @@ class Simulation:
     """What the correction remembers of each client that has had a turn."""
     round: int = 0
     seconds: float = field(default=0.0)
+    arithmetic: str = "tf32"
+    """How a GPU multiplies: see `arithmetic.py`."""
 
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
@@ -157,6 +159,7 @@ def simulation(
     attack: str = "none",
     attackers: float = 0.0,
     device: torch.device | str = "cpu",
+    arithmetic: str = "tf32",
     streamed: bool = False,
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
@@ -182,6 +185,7 @@ def simulation(
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
         accuracy=torch.full((data.clients,), torch.nan, dtype=torch.float64),
+        arithmetic=arithmetic,
     )
 
 

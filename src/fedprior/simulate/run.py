@@ -16,6 +16,7 @@ from fedprior.errors import DivergedError, SettingError
 from fedprior.models import check_trainable
 from fedprior.network import Network
 from fedprior.simulate import checkpoint, ranks
+from fedprior.simulate.arithmetic import KINDS
 from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.engine import MODES, engine, mode_of
@@ -48,6 +49,8 @@ class Settings:
     workers: int | None = None
     """Clients in turn that train side by side on a CPU, a core each; none: as many as torch has threads."""
     device: str = "auto"
+    arithmetic: str = "tf32"
+    """How a GPU multiplies: `tf32`, on its tensor cores, or `float32`, in full single precision."""
     data: str = "auto"
     """Where examples are kept: on the `device`, or on the `host`, from where each cohort's are copied; auto: on the
     device if they take less than 60% of its free memory."""
@@ -67,6 +70,8 @@ class Settings:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mode not in ("auto", *MODES):
             raise SettingError(f"mode must be auto, {', '.join(MODES[:-1])} or {MODES[-1]}, got {self.mode!r}")
+        if self.arithmetic not in KINDS:
+            raise SettingError(f"arithmetic must be {' or '.join(KINDS)}, got {self.arithmetic!r}")
         if self.data not in ("auto", "device", "host"):
             raise SettingError(f"data must be auto, device or host, got {self.data!r}")
         if self.wire not in ("auto", "encode", "count"):
@@ -132,6 +137,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         attack=settings.attack,
         attackers=settings.attackers,
         device=device,
+        arithmetic=settings.arithmetic,
         streamed=settings.data == "host" or (settings.data == "auto" and not data.fits(device)),
     )
     mode_of(settings.mode, settings.wire, built)  # refuses what cannot be, before anything is written

@@ -22,11 +22,12 @@ from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
-from fedprior.simulate import ranks, streaming
+from fedprior.simulate import arithmetic, ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
+from fedprior.simulate.joined import Kept, finite
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record, client_diverged, server_diverged
-from fedprior.trees import Gates, Params, Tree
+from fedprior.trees import Gates, Tree
 
 
 class Shape(NamedTuple):
@@ -128,6 +129,10 @@ class Together:
     # ------------------------------------------------------------------ one round
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One round of every run; a run that diverged answers with its error from then on."""
+        with arithmetic.using(self.runs[0].arithmetic, self.device):
+            return self._step(evaluate)
+
+    def _step(self, evaluate: bool) -> list[Record | DivergedError]:
         start = time.perf_counter()
         clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
         outputs = self._replay(shape, inputs)
@@ -204,13 +209,12 @@ class Together:
         batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         step = e_step(algorithm, first.network, own, batches, client_keys, memory, vectorised=True, tamper=tamper)
-        params = vmap(prior.realise)(step.upload, own)
-        correct = self._correct(params, *self._examples("test", inputs, flat), shape.tests)
+        correct = self._correct(step.upload, own, *self._examples("test", inputs, flat), shape.tests)
         step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
         loss = step.loss.unflatten(0, (number, self.cohort))
-        fine_clients = _finite(uploads, 2) & loss.isfinite()
+        fine_clients = finite(uploads, 2) & loss.isfinite()
         fine_server = self._m_step(server, uploads, fine_clients.all(1))
         self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
         floored = floored | _flags(server, 1) | _flags(uploads, 2)
@@ -248,20 +252,21 @@ class Together:
     def _m_step(self, server: Tree, uploads: Tree, fine: Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
         first, moments = self.runs[0], self.optimiser.moments() if self.optimiser else []
-        before = [moment.clone() for moment in moments]
+        counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
+        before = Kept(moments, len(self.runs)), Kept(counts, 1)
         fraction = self.cohort / first.data.clients
         updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
-        fine_server = _finite({k: v for k, v in updated.items() if k != "floored"}, 1)
+        fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
-        for moment, old in zip(moments, before, strict=True):
-            moment.copy_(_choose(fine if moment.dim() else fine.any(), moment, old))
-        known = dict(trees.leaves(self.server))
-        for path, new in trees.leaves(updated):
-            section, name = path.split("/", 1)
-            if path in known:
-                known[path].copy_(_choose(fine, new, known[path]))
-            else:  # only before the first capture: pruning adds sections to a new server
-                self.server.setdefault(section, {})[name] = new.clone()
+        before[0].put(fine, moments)
+        before[1].put(fine.any()[None], counts)
+        known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
+        stays = [path for path in new if path in known]
+        Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
+        for path, value in new.items():
+            if path not in known:  # only before the first capture: pruning adds sections to a new server
+                section, name = path.split("/", 1)
+                self.server.setdefault(section, {})[name] = value.clone()
         return fine_server
 
     def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
@@ -272,10 +277,11 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _correct(self, params: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _correct(self, upload: Tree, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """Of each client's own test examples, how many its hard assignment gets right."""
         if capacity == 0 or not self.runs[0].data.labelled:
             return torch.zeros_like(places.size)
+        params = vmap(self.algorithm.prior.realise)(upload, packet)
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
@@ -336,21 +342,10 @@ def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tre
     """The server optimisers of all runs as one, with their moments."""
     if algorithm.server is None:
         return None
-    optimiser = TreeOptimiser(algorithm.server, server)
+    optimiser = TreeOptimiser(algorithm.server, server, len(runs))
     states = [run.optimiser.state() for run in runs if run.optimiser is not None]
     optimiser.load_rows(states)
     return optimiser
-
-
-def _finite(tree: Tree, dims: int) -> Tensor:
-    """Whether everything behind the first `dims` dimensions is finite."""
-    sums = [leaf.flatten(dims).sum(-1) if leaf.dim() > dims else leaf for _, leaf in trees.leaves(tree)]
-    return torch.stack([value.isfinite() for value in sums]).all(0)
-
-
-def _choose(flag: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Run by run, the new value where the flag is set."""
-    return torch.where(flag.reshape((*flag.shape, *[1] * (new.dim() - flag.dim()))), new, old)
 
 
 def _flags(state: Tree, dims: int) -> Tensor:
@@ -367,9 +362,8 @@ def _disagreement(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor
     """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
     if not server_gates:
         return torch.zeros(runs, 0)
-    distances = torch.cat(
-        [(client_gates[layer] - theta).abs().reshape(runs, -1) for layer, theta in server_gates.items()], 1
-    )
+    both = [torch.cat([gates[layer].flatten(1) for layer in server_gates], 1) for gates in (client_gates, server_gates)]
+    distances = (both[0] - both[1]).abs().reshape(runs, -1)
     return torch.stack([distances.mean(1), distances.amax(1)], 1)
 
 

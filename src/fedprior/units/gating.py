@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from fedprior import kernels
 from fedprior.errors import SettingError
+from fedprior.kernels import gates as gate_kernels
 from fedprior.trees import Gates, Params
-from fedprior.units.structure import Layer, Structure
+from fedprior.units.structure import Layer, Reader, Structure
+from fedprior.units.tables import Tables
 
 
 class Gating(ABC):
@@ -23,6 +26,8 @@ class Gating(ABC):
     """Of every parameter, gated or not."""
     gate_shapes: dict[str, tuple[int, ...]]
     """Of the gates of every gated layer."""
+    narrowed: tuple[str, ...] = ()
+    """Parameters of which other layers' gates take something away, beside those of their own."""
     wiring: str = ""
     """What the gates remove, as text, where names and shapes do not say it."""
 
@@ -43,6 +48,10 @@ class Gating(ABC):
     def strengths(self, params: Params) -> Gates:
         """How much a group has to say; unlike its norm, the same when a network is rescaled without effect."""
         return self.norms(params)
+
+    def detached_norms(self, params: Params) -> Tensor:
+        """The same without a gradient, which may then be faster."""
+        return self.joint_norms({name: value.detach() for name, value in params.items()})
 
     def join(self, gates: Gates) -> Tensor:
         """The gates of all layers in one vector: arithmetic on one long vector costs less than on many short ones."""
@@ -76,6 +85,10 @@ class Gating(ABC):
     @abstractmethod
     def apply(self, params: Params, gates: Gates) -> Params:
         """φ = w ⊙ z, each gate multiplying its own group."""
+
+    def scale(self, params: Params, joint: Tensor) -> Params:
+        """The same with all gates in one vector."""
+        return self.apply(params, self.part(joint))
 
     @abstractmethod
     def mask(self, gates: Gates) -> Params:
@@ -129,6 +142,45 @@ class UnitGating(Gating):
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
+        self.tables = Tables(structure, floor)
+        self.listeners = _listeners(structure)
+        heard = (parameter for source, _, _ in self.listeners for parameter in structure.owned[source])
+        self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.tables.readers), *heard]))
+        self.fused = self._fused(structure)
+
+    def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
+        """The layers as the GPU's kernels take them; None: some have another form."""
+        for layer in structure.layers:
+            ranks = [len(self.shapes[name]) for name in layer.parameters]
+            if layer.axis != 0 or len(ranks) > gate_kernels.MOST or any(rank > 1 for rank in ranks[1:]):
+                return None
+        return tuple(gate_kernels.Gated(layer.size, len(layer.parameters)) for layer in structure.layers) or None
+
+    def detached_norms(self, params: Params) -> Tensor:
+        if self.fused and kernels.usable(next(iter(params.values()))):
+            return gate_kernels.norms(self.fused, [params[name] for name in self._owned()])
+        return super().detached_norms(params)
+
+    def scale(self, params: Params, joint: Tensor) -> Params:
+        if self.fused and kernels.usable(joint):
+            names = self._owned()
+            scaled = gate_kernels.scale(self.fused, joint, [params[name] for name in names])
+            return {**params, **dict(zip(names, scaled, strict=True))}
+        return super().scale(params, joint)
+
+    def prune(self, params: Params, gates: Gates) -> Params:
+        joint = self.join(gates)
+        if not (self.fused and kernels.usable(joint)):
+            return super().prune(params, gates)
+        pruned = self.scale(params, joint)
+        for reader, values in self._columns(joint):
+            columns = self._along(values, reader.parameter, 1)
+            pruned[reader.parameter] = pruned[reader.parameter] * columns
+        return pruned
+
+    def _owned(self) -> list[str]:
+        """The gated parameters, layer by layer."""
+        return [name for layer in self.structure.layers for name in layer.parameters]
 
     def joint_norms(self, params: Params) -> Tensor:
         most = max(len(layer.parameters) for layer in self.structure.layers)
@@ -191,32 +243,50 @@ class UnitGating(Gating):
         ).items():  # a unit that nobody reads is gone, though its own gate be open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
-        for reader in self.structure.readers:
-            gated = [source for source in reader.sources if self.axes.get(source) == 0]
-            if len(gated) < len(reader.sources):
-                continue
-            silent = torch.ones_like(gates[gated[0]])
-            for source in gated:
-                silent = silent * (1 - gates[source])
-            narrow(reader.parameter, (1 - silent).repeat_interleave(reader.repeat), 1)
+        for reader, values in self._columns(self.join(gates)):
+            narrow(reader.parameter, values, 1)
         return masks
+
+    def _columns(self, joint: Tensor) -> list[tuple[Reader, Tensor]]:
+        """For every reader that can fall silent, all at once: is a column heard from any of its sources?"""
+        if not self.tables.readers:
+            return []
+        closed = 1 - joint
+        heard, unheard = (self.tables.on(name, closed.device) for name in ("heard", "unheard"))
+        silent = closed[heard].masked_fill(unheard, 1.0).prod(-1)
+        pieces = (1 - silent).split(self.tables.columns)
+        return [
+            (reader, piece if reader.repeat == 1 else piece.repeat_interleave(reader.repeat))
+            for reader, piece in zip(self.tables.readers, pieces, strict=True)
+        ]
+
+    def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
+        """As in the base class, all layers at once."""
+        joint, scored = self.join(gates), self.join(scores)
+        places, absent, back, least = (
+            self.tables.on(name, joint.device) for name in ("gates", "absent", "back", "least")
+        )
+        gate, score = joint[places].masked_fill(absent, 0.0), scored[places].masked_fill(absent, -torch.inf)
+        best = torch.zeros_like(gate).scatter(1, score.topk(min(self.least, score.shape[1])).indices, 1.0)
+        short = gate.sum(1) < least
+        kept = torch.where(short[:, None], torch.maximum(gate, best), gate).flatten()[back]
+        acted = short.to(joint.dtype)
+        return self.part(kept), {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
 
     def _heard(self, gates: Gates) -> Gates:
         """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
         deaf: Gates = {}
-        loud = {
-            source
-            for reader in self.structure.readers
-            for source in reader.sources
-            if self.axes.get(reader.parameter.removesuffix(".weight")) != 1 or source not in self.structure.owned
-        }
-        for reader in self.structure.readers:
-            for source in reader.sources:
-                if source in loud:
-                    continue
-                closed = 1 - gates[reader.parameter.removesuffix(".weight")].reshape(-1, reader.repeat)
-                deaf[source] = deaf.get(source, 1.0) * closed.prod(1)
+        for source, layer, repeat in self.listeners:
+            deaf[source] = deaf.get(source, 1.0) * (1 - gates[layer].reshape(-1, repeat)).prod(1)
         return {source: 1 - values for source, values in deaf.items()}
+
+
+def _listeners(structure: Structure) -> list[tuple[str, str, int]]:
+    """Sources all of whose readers have gates on their inputs, with each such reader's layer and repeat."""
+    on_inputs = {layer.name for layer in structure.layers if layer.axis == 1}
+    pairs = [(s, r.parameter.removesuffix(".weight"), r.repeat) for r in structure.readers for s in r.sources]
+    loud = {source for source, layer, _ in pairs if layer not in on_inputs or source not in structure.owned}
+    return [pair for pair in pairs if pair[0] not in loud]
 
 
 class WeightGating(Gating):

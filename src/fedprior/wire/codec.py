@@ -93,11 +93,18 @@ def message_bytes(message: Tree, layout: Layout) -> int:
 def count_bytes(message: Tree, layout: Layout) -> Tensor:
     """The same as a tensor: it can be stacked over clients, and nobody waits for it."""
     gates = message.get("gates", {}) if layout.gates else {}
-    count = torch.zeros((), dtype=torch.int64, device=next(leaves(message))[1].device)
+    fixed, masked = 0, dict[int, list[Tensor]]()
     for section in layout.sections.values():
         masks = section.mask(gates) if section.mask else {}
         for key, shape in section.shapes.items():
-            count = count + _count(masks[key] > 0 if key in masks else None, shape)
+            size = torch.Size(shape).numel()
+            if key in masks:  # by how often each of its entries counts: few long sums instead of many short ones
+                masked.setdefault(size // max(masks[key].numel(), 1), []).append(masks[key].reshape(-1))
+            else:
+                fixed += size
+    count = torch.full((), fixed, dtype=torch.int64, device=next(leaves(message))[1].device)
+    for times, flat in masked.items():
+        count = count + (torch.cat(flat) > 0).sum() * times
     return count * layout.dtype.itemsize + HEADER_BYTES + (layout.gate_count + 7) // 8
 
 

@@ -1,0 +1,218 @@
+"""Gates on groups of weights: norms, the product with the gates, and both gradients in one pass over the weights.
+
+Tensors carry the clients in front. A layer of `units` gates has a weight with one row a gate and up to two vectors with
+one entry a gate (a bias, or a norm's weight and bias); `layers` says how many of each, in the order of the tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedprior.kernels.launch import strided, target
+
+BLOCK = 1024
+MOST = 3
+"""Tensors of a layer that one launch takes."""
+
+
+class Gated(NamedTuple):
+    """A layer as the kernels see it."""
+
+    units: int
+    tensors: int
+    """A matrix, and vectors."""
+
+
+Layers = tuple[Gated, ...]
+
+
+def norms(layers: Layers, tensors: Sequence[Tensor]) -> Tensor:
+    """‖w_g‖₂ of every group, all layers in one vector; without a gradient."""
+    found: Tensor = Norms.apply(layers, *(t.detach().unsqueeze(0) for t in tensors))
+    return found.squeeze(0)
+
+
+def scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each gate of one vector times its own group."""
+    out = Scale.apply(layers, z.unsqueeze(0), *(t.unsqueeze(0) for t in tensors))
+    return [t.squeeze(0) for t in out]
+
+
+class Slot(NamedTuple):
+    """What one launch works on: a layer's tensors, and where its gates stand."""
+
+    units: int
+    first: int
+    total: int
+    at: slice
+
+    def options(self, width: int) -> dict[str, Any]:
+        """Compile-time sizes."""
+        block = min(BLOCK, max(32, 1 << (width - 1).bit_length()))
+        count = self.at.stop - self.at.start
+        return {"WIDTH": width, "A": count > 1, "B": count > 2, "BLOCK": block, "num_warps": 4 if block >= 512 else 1}
+
+
+def _slots(layers: Layers) -> Iterator[Slot]:
+    total, first, start = sum(layer.units for layer in layers), 0, 0
+    for layer in layers:
+        yield Slot(layer.units, first, total, slice(start, start + layer.tensors))
+        first, start = first + layer.units, start + layer.tensors
+
+
+def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A layer's tensors; the first stands for those that there are not."""
+    return [*tensors, *[tensors[0]] * (MOST - len(tensors))]
+
+
+def _strides(tensors: Sequence[Tensor]) -> list[int]:
+    return [t.stride(0) for t in tensors]
+
+
+def _width(tensor: Tensor) -> int:
+    """Entries of one row."""
+    return tensor[0, 0].numel()
+
+
+def _norms(layers: Layers, tensors: Sequence[Tensor]) -> Tensor:
+    from fedprior.kernels.gate_kernels import norm_kernel
+
+    given = [strided(t) for t in tensors]
+    clients = len(given[0])
+    out = given[0].new_empty(clients, sum(layer.units for layer in layers))
+    with target(out):
+        for slot in _slots(layers):
+            three = _three(given[slot.at])
+            width = _width(three[0])
+            norm_kernel[(slot.units, clients)](
+                *three, out, *_strides(three), slot.first, slot.total, **slot.options(width)
+            )
+    return out
+
+
+def _scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    from fedprior.kernels.gate_kernels import scale_kernel
+
+    z, given = z.contiguous(), [strided(t) for t in tensors]
+    out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+    with target(z):
+        for slot in _slots(layers):
+            three = _three(given[slot.at])
+            width = _width(three[0])
+            scale_kernel[(slot.units, len(z))](
+                *three, z, *_three(out[slot.at]), *_strides(three), slot.units, slot.first, slot.total,
+                **slot.options(width),
+            )  # fmt: skip
+    return tuple(out)
+
+
+def _scale_backward(
+    layers: Layers, z: Tensor, grads: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    from fedprior.kernels.gate_kernels import scale_backward_kernel
+
+    z, slopes, given = z.contiguous(), [strided(g) for g in grads], [strided(t) for t in tensors]
+    out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+    dz = torch.empty_like(z)
+    with target(z):
+        for slot in _slots(layers):
+            g, three = _three(slopes[slot.at]), _three(given[slot.at])
+            width = _width(three[0])
+            scale_backward_kernel[(slot.units, len(z))](
+                *g, *three, z, *_three(out[slot.at]), dz, *_strides(g), *_strides(three),
+                slot.units, slot.first, slot.total, **slot.options(width),
+            )  # fmt: skip
+    return dz, *out
+
+
+def plain_scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The product from torch's own operations: what the kernels are held to."""
+    parts = z.split([layer.units for layer in layers], 1)
+    each = [part for part, layer in zip(parts, layers, strict=True) for _ in range(layer.tensors)]
+    return tuple(t * part.reshape(*part.shape, *[1] * (t.dim() - 2)) for t, part in zip(tensors, each, strict=True))
+
+
+def fold(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`vmap`'s dimension folded into the clients' in front."""
+    n = info.batch_size
+    front = (t.movedim(d, 0) if d is not None else t.expand(n, *t.shape) for t, d in zip(tensors, dims, strict=True))
+    return [t.flatten(0, 1) for t in front]
+
+
+def unfold(info: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inverse: `vmap`'s dimension in front."""
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in tensors)
+
+
+class Norms(torch.autograd.Function):
+    """Groups to norms."""
+
+    @staticmethod
+    def forward(layers: Layers, *tensors: Tensor) -> Tensor:
+        return _norms(layers, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
+        return unfold(info, [Norms.apply(layers, *fold(info, in_dims[1:], tensors))])[0], 0
+
+
+class Scale(torch.autograd.Function):
+    """Gates and groups to the groups times the gates."""
+
+    @staticmethod
+    def forward(layers: Layers, z: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _scale(layers, z, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layers, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        z, *tensors = ctx.saved_tensors
+        return None, *ScaleGradient.apply(ctx.layers, z, *grads, *tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
+        out = Scale.apply(layers, *fold(info, in_dims[1:], tensors))
+        return unfold(info, out), (0,) * len(out)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Gates, gradients and groups to the gradients of gates and groups; differentiated again by torch's operations."""
+
+    @staticmethod
+    def forward(layers: Layers, z: Tensor, *both: Tensor) -> tuple[Tensor, ...]:
+        half = len(both) // 2
+        return _scale_backward(layers, z, both[:half], both[half:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layers, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        layers, half = ctx.layers, len(ctx.saved_tensors) // 2
+
+        def gradients(z: Tensor, *both: Tensor) -> Any:
+            pull = torch.func.vjp(lambda z, *tensors: plain_scale(layers, z, tensors), z, *both[half:])[1]
+            return pull(both[:half])
+
+        return None, *torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
+        out = ScaleGradient.apply(layers, *fold(info, in_dims[1:], tensors))
+        return unfold(info, out), (0,) * len(out)

@@ -1,0 +1,34 @@
+"""How precisely a GPU multiplies: TF32 on its tensor cores, or single precision throughout."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+KINDS = ("tf32", "float32")
+
+
+@contextmanager
+def using(kind: str, device: torch.device) -> Iterator[None]:
+    """Within this context convolutions and products of matrices on a GPU are of that kind; elsewhere nothing changes.
+
+    A CUDA graph keeps the kind it was captured with.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    _set("high" if kind == "tf32" else "highest", kind == "tf32")
+    try:
+        yield
+    finally:
+        _set(*before)
+
+
+def _set(products: str, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(products)
+    if torch.backends.cudnn.allow_tf32 != convolutions:
+        with warnings.catch_warnings():  # newer versions of torch have a newer name, which older ones do not know
+            warnings.simplefilter("ignore")
+            torch.backends.cudnn.allow_tf32 = convolutions

@@ -1,0 +1,50 @@
+"""Where the gates of a structure stand in one vector: with these tables, all layers are looked up at once.
+
+Many short operations on one layer after the other cost more on a GPU than what they compute.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fedprior.units.structure import Reader, Structure
+
+
+class Tables:
+    """Constants of a structure, kept on every device that asked for them."""
+
+    def __init__(self, structure: Structure, least: int) -> None:
+        sizes = {layer.name: layer.size for layer in structure.layers}
+        first = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        gated = {layer.name for layer in structure.layers if layer.axis == 0}
+        self.readers: list[Reader] = [r for r in structure.readers if gated.issuperset(r.sources)]
+        """Those that hear nothing once all their sources' gates are closed."""
+        self.columns = [max(sizes[source] for source in reader.sources) for reader in self.readers]
+        """How many channels each of them reads."""
+        heard = torch.full((sum(self.columns), max((len(r.sources) for r in self.readers), default=0)), -1)
+        for reader, size, start in zip(self.readers, self.columns, accumulate([0, *self.columns]), strict=False):
+            for i, source in enumerate(reader.sources):
+                # One channel that is added to many is heard in each.
+                heard[start : start + size, i] = first[source] + torch.arange(size).clamp(max=sizes[source] - 1)
+        layers = torch.full((len(sizes), max(sizes.values(), default=0)), -1)
+        for line, (name, size) in zip(layers, sizes.items(), strict=True):
+            line[:size] = torch.arange(first[name], first[name] + size)
+        self._constants = {
+            # Channel by channel of all readers, the places of the gates that it hears; some hear fewer than others.
+            "heard": heard.clamp(min=0),
+            "unheard": heard < 0,
+            # Layer by layer the places of its gates, the way back, and how many must stay open.
+            "gates": layers.clamp(min=0),
+            "absent": layers < 0,
+            "back": (layers.flatten() >= 0).nonzero()[:, 0],
+            "least": (layers >= 0).sum(1).clamp(max=least),
+        }
+        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+
+    def on(self, name: str, device: torch.device) -> Tensor:
+        """A table on a device, copied there once: a captured CUDA graph can copy nothing."""
+        key = (name, device)
+        if key not in self._copies:
+            self._copies[key] = self._constants[name].to(device)
+        return self._copies[key]

@@ -1,0 +1,165 @@
+"""Gates in kernels against the plain operations of the prior and its gating, values and gradients."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+import fedprior
+from fedprior import keys
+from fedprior.kernels import concrete, gates
+from fedprior.models import LeNet5, ResNet20
+from fedprior.priors import spike_slab
+
+LAYERS = (gates.Gated(5, 2), gates.Gated(3, 1), gates.Gated(4, 3), gates.Gated(2, 1))
+SHAPES = [(5, 3, 2, 2), (5,), (3, 1500), (4, 7), (4,), (4,), (2,)]
+
+
+def tensors(device, clients=2):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(clients, *shape, generator=draw).to(device) for shape in SHAPES]
+
+
+def gate_vector(device, clients=2):
+    return torch.rand(clients, 14, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_norms_are_those_of_the_groups(device):
+    given = tensors(device)
+    starts = [0, 2, 3, 6, 7]
+    groups = [given[a:b] for a, b in pairwise(starts)]
+    expected = torch.cat(
+        [torch.cat([t.flatten(2) if t.dim() > 2 else t[..., None] for t in g], -1).norm(dim=-1) for g in groups], 1
+    )
+    close(vmap(lambda *t: gates.norms(LAYERS, t))(*given), expected)
+    close(gates.norms(LAYERS, [t[1] for t in given]), expected[1])
+
+
+def test_products_and_both_gradients_are_torchs(device):
+    given, z = tensors(device), gate_vector(device)
+    directions = [torch.randn_like(t) for t in given]
+
+    def value(scale):
+        def weighed(z, *t):
+            return sum((s * d).sum() for s, d in zip(scale(z, t[:7]), t[7:], strict=True))
+
+        return weighed
+
+    ours = lambda z, t: gates.scale(LAYERS, z, t)  # noqa: E731
+    plain = lambda z, t: [s[0] for s in gates.plain_scale(LAYERS, z[None], [x[None] for x in t])]  # noqa: E731
+    every = tuple(range(8))
+    close(
+        vmap(grad(value(ours), every))(z, *given, *directions), vmap(grad(value(plain), every))(z, *given, *directions)
+    )
+    leaves = [t.clone().requires_grad_() for t in (z, *given)]
+    out = vmap(lambda z, *t: tuple(ours(z, t)))(*leaves)
+    found = torch.autograd.grad(out, leaves, directions)
+    close(list(found), list(vmap(grad(value(plain), every))(z, *given, *directions)))
+
+
+def test_products_differentiate_twice(device):
+    given, z = tensors(device), gate_vector(device)
+
+    def penalty(scale):
+        def cubes(z, t):
+            return sum(s.pow(3).sum() for s in scale(z, t))
+
+        return lambda z, *t: sum(g.square().sum() for g in grad(lambda z: cubes(z, t))(z))
+
+    ours = penalty(lambda z, t: gates.scale(LAYERS, z, t))
+    plain = penalty(lambda z, t: gates.plain_scale(LAYERS, z[None], [x[None] for x in t]))
+    torch.testing.assert_close(vmap(grad(ours))(z, *given), vmap(grad(plain))(z, *given), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_logits_and_their_gradient_are_the_priors(device, each, masked):
+    draw = torch.Generator().manual_seed(2)
+    norms = torch.rand(3, 300, generator=draw).to(device)
+    v = (4 * torch.randn(3, 300, generator=draw)).to(device)
+    v[:, :4], v[:, 4:8] = -100.0, 30.0
+    is_open = (torch.rand(3, 300, generator=draw) < 0.7).to(device)
+    temperature = torch.tensor([0.3, 0.4, 0.5], device=device)
+    edges = concrete.Edges(-50.0, spike_slab.OPEN, spike_slab.CLOSED)
+
+    def plain(norms, v, is_open, t):
+        logits = (norms - torch.nn.functional.softplus(v)) / t
+        logits = torch.where(v < -50.0, spike_slab.OPEN, logits)
+        logits = torch.where(is_open, logits, spike_slab.CLOSED) if masked else logits
+        return logits, logits.sigmoid()
+
+    def ours(norms, v, is_open, t):
+        return concrete.logits_and_gates(norms, v, is_open if masked else None, t if each else 0.3, edges)
+
+    def weighed(f):
+        def value(v, norms, is_open, t, a, b):
+            logits, probabilities = f(norms, v, is_open, t)
+            return (logits.clamp(min=-1e3) * a).sum() + (probabilities * b).sum()
+
+        return vmap(grad(value))
+
+    t = temperature if each else torch.full_like(temperature, 0.3)
+    a, b = torch.randn(3, 300, device=device), torch.randn(3, 300, device=device)
+    close(vmap(ours)(norms, v, is_open, t), vmap(plain)(norms, v, is_open, t))
+    close(weighed(ours)(v, norms, is_open, t, a, b), weighed(plain)(v, norms, is_open, t, a, b))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
+def test_draws_and_their_gradient_are_the_priors(device, monkeypatch):
+    monkeypatch.setattr("fedprior.kernels.available", lambda: False)
+    logits = (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(3))).to(device)
+    logits[:, :5] = spike_slab.CLOSED
+    each = keys.fold(keys.key(0, device), torch.arange(3, device=device))
+    direction = torch.randn_like(logits)
+    plain = lambda logit, key: spike_slab.hard_concrete(logit, keys.uniform(key, (700,)))  # noqa: E731
+    ours = lambda logit, key: concrete.hard_concrete(logit, key, spike_slab.STRETCH)  # noqa: E731
+    drawn = vmap(ours)(logits, each)
+    close(drawn, vmap(plain)(logits, each))
+    assert {0.0, 1.0} <= set(drawn.flatten().tolist())
+    slope = lambda f: vmap(grad(lambda x, k, d: (f(x, k) * d).sum()))(logits, each, direction)  # noqa: E731
+    close(slope(ours), slope(plain))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("model", [LeNet5, ResNet20])
+def test_a_clients_gradient_is_the_same_with_and_without_kernels(device, model, monkeypatch):
+    """The prior's own code, on either path: a packet of which some gates are closed, one vectorised step."""
+    torch.manual_seed(0)
+    network = fedprior.Network(model(1, 16, 4) if model is LeNet5 else model(1, 4), torch.zeros(1, 16, 16))
+    algorithm = fedprior.algorithm("fedsparse", network, temperature=0.05, dense_rounds=1)
+    prior = algorithm.prior
+    server = {k: {n: v.to(device) for n, v in s.items()} for k, s in algorithm.init(network.params()).items()}
+    server["age"]["rounds"] += 1
+    monkeypatch.setattr("fedprior.kernels.usable", lambda x: False)
+    packet = prior.broadcast(prior.prune(server), keys.key(0, device))
+    first = next(iter(packet["gates"]))
+    packet["gates"][first][:3] = 0.0
+    each = keys.fold(keys.key(1, device), torch.arange(2, device=device))
+
+    def value(local, key):
+        received = prior.receive(packet)
+        expected = prior.expect(local, received)
+        params = prior.relax(expected, received, key)
+        data = sum((p * math.sqrt(i + 1)).sin().sum() for i, p in enumerate(params.values()))
+        return data - 100 * prior.tempered_log_prob(expected, received)
+
+    start = prior.adopt(packet, each[0], None)
+    local = {k: {n: v.expand(2, *v.shape).clone() for n, v in s.items()} for k, s in start.items()}
+    expected = vmap(grad(value))(local, each)
+    monkeypatch.setattr("fedprior.kernels.usable", lambda x: x.dtype == torch.float32)
+    found = vmap(grad(value))(local, each)
+    for section, values in expected.items():
+        for name, theirs in values.items():
+            torch.testing.assert_close(found[section][name], theirs, rtol=1e-3, atol=1e-4, msg=f"{section}/{name}")
+    pruned, again = prior.prune(server), None
+    monkeypatch.setattr("fedprior.kernels.usable", lambda x: False)
+    again = prior.prune(server)
+    for section in ("weights", "thresholds", "open"):
+        torch.testing.assert_close(pruned[section], again[section], rtol=1e-4, atol=1e-4)
