@@ -22,7 +22,7 @@ from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
 RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
-HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "workers", "wire", "checkpoint_every"})
+HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "workers", "messages", "checkpoint_every"})
 """Settings that say where and how a run is computed, not what."""
 
 

@@ -261,6 +261,15 @@ class SpikeSlab(Prior):
     def uplink(self, server: Tree) -> Layout:
         return gated_layout(self.gating, server)
 
+    def follow(self, packet: Tree, weights: Params) -> Tree:
+        """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
+        moved = self._thresholds(self.gating.norms(weights), self.logits(packet))
+        thresholds = {
+            layer: torch.where((packet["gates"][layer] > 0) & (v > NO_THRESHOLD / 2), moved[layer], v)
+            for layer, v in packet["thresholds"].items()
+        }
+        return {"thresholds": thresholds}
+
     def support(self, gates: Gates) -> Params:
         return self.gating.mask(gates)
 
