@@ -121,7 +121,7 @@ def test_what_a_client_remembers_is_what_the_server_heard():
 def test_weights_that_did_not_move_stay_the_servers_to_the_last_bit():
     """The median of clients that mostly stayed is the server's own weight, not one near it."""
     task = make_task(torch.float32)
-    chosen = fedprior.algorithm("fedmedian", task.network, precision=5.0)
+    chosen = fedprior.algorithm("fedmedian", task.network, precision=0.05)
     sim = build(chosen, task.network, task.data, Settings(**{**task.defaults, "wire": "int4"}))
     before = {name: value.clone() for name, value in sim.server["weights"].items()}
     sim.step(evaluate=False)

@@ -60,7 +60,7 @@ def test_codes_and_scales_are_a_naive_twins(precision, random):
     message, key = draw_message(0), keys.fold(keys.key(3), 1) if random else None
     coded = quantise(message, layout(precision), None, key)
     sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
-    draws = keys.uniform(key, (sum(sizes),)).split(sizes) if random else [None] * len(sizes)
+    draws = keys.uniform(keys.fold(key, 0), (sum(sizes),)).split(sizes) if random else [None] * len(sizes)
     for (name, shape), draw in zip(SHAPES.items(), draws, strict=True):
         noise = None if draw is None else draw.reshape(shape).numpy()
         codes, scales = naive_codes(message["weights"][name].numpy(), WHOLE[precision], noise)

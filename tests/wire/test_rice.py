@@ -64,7 +64,11 @@ def test_codes_are_written_as_by_hand_and_come_back(levels, data):
     read, rest = rice.decode(memoryview(bits + b"more"), rows, codes.shape[1], mask, levels)
     assert read.tolist() == codes.tolist()
     assert bytes(rest) == b"more"
-    assert int(rice.count_bytes(torch.from_numpy(codes), torch.from_numpy(written.copy()), levels)) == len(bits)
+    table = (torch.from_numpy(codes), torch.from_numpy(rows), None if mask is None else torch.from_numpy(mask))
+    other = (torch.ones(2, 3, dtype=torch.int8), torch.ones(2, dtype=torch.bool), None)
+    assert int(rice.count_bytes([table], levels)) == len(bits)
+    alone = len(rice.encode(np.ones((2, 3), np.int8), np.ones((2, 3), bool), levels))
+    assert int(rice.count_bytes([other, table], levels)) == alone + len(bits)
 
 
 @pytest.mark.parametrize("levels", LEVELS)
@@ -73,7 +77,10 @@ def test_the_length_is_known_of_stacked_tables(levels):
     codes = np.stack([draw.integers(-levels, levels + 1, (4, 10)) // (i * i + 1) for i in range(5)]).astype(np.int8)
     written = draw.random((5, 4, 10)) < 0.7
     codes = codes * written
-    counted = vmap(lambda c, w: rice.count_bytes(c, w, levels))(torch.from_numpy(codes), torch.from_numpy(written))
+    rows = torch.ones(4, dtype=torch.bool)
+    counted = vmap(lambda c, w: rice.count_bytes([(c, rows, w)], levels))(
+        torch.from_numpy(codes), torch.from_numpy(written)
+    )
     assert counted.tolist() == [len(rice.encode(c, w, levels)) for c, w in zip(codes, written, strict=True)]
 
 

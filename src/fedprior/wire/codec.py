@@ -128,7 +128,7 @@ def count_bytes(message: Tree, layout: Layout) -> Tensor:
         size = _size(count, written, layout)
         plain = plain + size
         if _variable(layout, written):
-            size = torch.stack([rice.count_bytes(*_rows(message, p), written.levels) for p in members]).sum()
+            size = rice.count_bytes([_rows(message, part) for part in members], written.levels)
         coded = coded + size
     shorter = torch.minimum(plain, coded) if layout.entropy else plain
     return shorter + HEADER_BYTES + (layout.gate_count + 7) // 8
@@ -214,17 +214,18 @@ def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, 
     return flat, data[size:]
 
 
-def _rows(message: Tree, part: Part) -> tuple[Tensor, Tensor]:
-    """Codes as a table with a row a unit, and which of them are written: those that travel, in units with a scale."""
+def _rows(message: Tree, part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes as a table with a row a unit, and where they are written: in rows that have a scale, where they travel."""
     codes, scales = message[part.section][part.name], message[part.section + SCALES][part.name]
-    written = scales > 0 if part.mask is None else (scales > 0) & part.mask
     table = (scales.numel(), codes.numel() // max(scales.numel(), 1))
-    return codes.reshape(table), written.expand(codes.shape).reshape(table)
+    mask = None if part.mask is None else part.mask.expand(part.shape).reshape(table)
+    return codes.reshape(table), scales.reshape(-1) > 0, mask
 
 
 def _table(message: Tree, part: Part) -> bytes:
     """One tensor's codes in a code of variable length."""
-    codes, written = _rows(message, part)
+    codes, rows, mask = _rows(message, part)
+    written = rows[:, None].expand(codes.shape) if mask is None else mask & rows[:, None]
     return rice.encode(codes.cpu().numpy(), written.cpu().numpy(), part.written.levels)
 
 

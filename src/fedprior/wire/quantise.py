@@ -10,14 +10,12 @@ The server adds the difference to its own w. Added to Q(w), a change smaller tha
 rounded away in every round.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from fedprior import keys
-from fedprior.trees import Tree
-from fedprior.wire.layout import Layout
+from fedprior.trees import Params, Tree
+from fedprior.wire.layout import Layout, Section
 from fedprior.wire.precision import Format, format_of
 
 SCALES = ".scales"
@@ -33,22 +31,22 @@ def quantise(message: Tree, layout: Layout, reference: Tree | None = None, key: 
         return message
     gates = message.get("gates", {})
     coded: Tree = {"gates": gates} if layout.gates else {}
-    draws = _draws(message, layout, key)
-    for name, section in layout.sections.items():
+    for place, (name, section) in enumerate(layout.sections.items()):
         if name not in message:
             continue
-        written, masks = format_of(layout, name), section.mask(gates) if section.mask else {}
-        codes, scales = {}, {}
-        for tensor, shape in section.shapes.items():
+        masks = section.mask(gates) if section.mask else {}
+        values = {}
+        for tensor in section.shapes:
             value, base = message[name][tensor], _base(reference, layout, name, tensor)
             value = value if base is None else value - base
-            if tensor in masks:
-                value = torch.where(masks[tensor] > 0, value, 0.0)
-            step = _step(value, written, section.scale_shape(shape), random=key is not None)
-            codes[tensor] = _round(value, step, written, next(draws))
-            if written.levels and step is not None:
-                scales[tensor] = step
-        coded |= {name: codes, name + SCALES: scales} if written.levels else {name: codes}
+            values[tensor] = torch.where(masks[tensor] > 0, value, 0.0) if tensor in masks else value
+        written, own = format_of(layout, name), None if key is None else keys.fold(key, place)
+        if written.levels:
+            coded[name], coded[name + SCALES] = _whole(values, section, written.levels, own)
+        else:
+            own_keys = [None if own is None else keys.fold(own, i) for i in range(len(values))]
+            rounded = zip(values.items(), own_keys, strict=True)
+            coded[name] = {tensor: _floating(value, written, draw) for (tensor, value), draw in rounded}
     return coded
 
 
@@ -62,9 +60,8 @@ def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
         written, masks = format_of(layout, name), section.mask(gates) if section.mask else {}
         message[name] = {}
         for tensor, code in coded[name].items():
-            value = code.to(layout.dtype)
-            if written.levels:
-                value = value * coded[name + SCALES][tensor]
+            scales = coded[name + SCALES] if written.levels else None
+            value = code * scales[tensor] if scales else code.to(layout.dtype)
             base = _base(reference, layout, name, tensor)
             if base is not None:
                 value = base + value
@@ -82,45 +79,48 @@ def _base(reference: Tree | None, layout: Layout, name: str, tensor: str) -> Ten
     return found.mean(0) if tuple(found.shape[1:]) == section.shapes[tensor] else None
 
 
-def _step(value: Tensor, written: Format, shape: tuple[int, ...], random: bool) -> Tensor | None:
-    """The distance between neighbours: of whole numbers one a unit; None where the cast itself rounds well enough."""
-    if written.levels:
-        dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
-        largest = value.abs()
-        if value.numel() == 0:
-            return value.new_zeros(shape)
-        step = (largest.amax(dims, keepdim=True) if dims else largest) / written.levels
-        # Numbers without all their digits: a scale of zero says that the unit has not moved.
-        return torch.where(step < torch.finfo(value.dtype).tiny, 0.0, step)
-    if not written.digits or not random:
-        return None
-    exponent = torch.frexp(value.detach()).exponent
-    return torch.ldexp(torch.ones_like(value), exponent.clamp(min=written.lowest) - written.digits)
-
-
-def _round(value: Tensor, step: Tensor | None, written: Format, draw: Tensor | None) -> Tensor:
-    """The code of every number; of a floating-point format, that is the rounded number."""
-    if step is not None:
-        ratio = value / torch.where(step > 0, step, 1.0)
-        if draw is None:
-            ratio = ratio.round()
-        else:
-            below = ratio.floor()
-            ratio = below + (draw < ratio - below)
-        value = ratio.clamp(-written.levels, written.levels) if written.levels else ratio * step
-    return value if written.dtype is None else value.to(written.dtype)
-
-
-def _draws(message: Tree, layout: Layout, key: Tensor | None) -> Iterator[Tensor | None]:
-    """Uniform numbers for every tensor that is to be rounded, from one long draw."""
-    shapes = [
-        shape if key is not None and format_of(layout, name).dtype is not None else None
-        for name, section in layout.sections.items()
-        if name in message
-        for shape in section.shapes.values()
+def _whole(values: Params, section: Section, levels: int, key: Tensor | None) -> tuple[Params, Params]:
+    """Codes from −levels to levels and their scales, max |x| / levels a unit."""
+    shapes = {tensor: section.scale_shape(tuple(value.shape)) for tensor, value in values.items()}
+    largest = [
+        _largest(value, shape).reshape(-1) for value, shape in zip(values.values(), shapes.values(), strict=True)
     ]
-    sizes = [torch.Size(shape).numel() if shape is not None else 0 for shape in shapes]
-    if key is None or not sum(sizes):
-        return iter([None] * len(shapes))
-    pieces = keys.uniform(key, (sum(sizes),), layout.dtype).split(sizes)
-    return iter([None if s is None else piece.reshape(s) for s, piece in zip(shapes, pieces, strict=True)])
+    # All tensors in one vector, here and below: arithmetic on one long vector costs less than on many short ones.
+    joint = torch.cat(largest) / levels
+    # Numbers without all their digits: a scale of zero says that the unit has not moved.
+    joint = torch.where(joint < torch.finfo(joint.dtype).tiny, 0.0, joint)
+    scales, steps = _part(joint, shapes), _part(torch.where(joint > 0, joint, 1.0), shapes)
+    ratio = torch.cat([(value / steps[tensor]).reshape(-1) for tensor, value in values.items()])
+    codes = _round(ratio, key).clamp(-levels, levels).to(torch.int8)
+    return _part(codes, {tensor: tuple(value.shape) for tensor, value in values.items()}), scales
+
+
+def _largest(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """max |x| over the dimensions that a scale is for."""
+    if value.numel() == 0:
+        return value.new_zeros(shape)
+    dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
+    return value.abs().amax(dims, keepdim=True) if dims else value.abs()
+
+
+def _round(ratio: Tensor, key: Tensor | None) -> Tensor:
+    """To the nearest whole number or, with a key, to one of the two next to it, such that the mean is exact."""
+    if key is None:
+        return ratio.round()
+    below = ratio.floor()
+    return below + (keys.uniform(key, tuple(ratio.shape), ratio.dtype) < ratio - below)
+
+
+def _floating(value: Tensor, written: Format, key: Tensor | None) -> Tensor:
+    """A floating-point number of fewer digits."""
+    if written.dtype is None or key is None:
+        return value if written.dtype is None else value.to(written.dtype)
+    exponent = torch.frexp(value).exponent.clamp(min=written.lowest)
+    step = torch.ldexp(torch.ones_like(value), exponent - written.digits)
+    return (_round(value / step, key) * step).to(written.dtype)
+
+
+def _part(joint: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
+    """One vector as tensors."""
+    pieces = joint.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}

@@ -12,6 +12,7 @@ the length of a deflate or zstd stream, the length is a sum over codes, which a 
 host.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,16 +96,31 @@ def _read(reader: "_Reader", count: int, k: int, levels: int) -> NDArray[np.int8
     return codes
 
 
-def count_bytes(codes: Tensor, written: Tensor, levels: int) -> Tensor:
-    """`len(encode(…))` of the table."""
-    size = codes.abs()
-    moved, columns = (size > 0).any(0), written.any(0)
-    nonzero = (size > 0).sum()
-    cost = [(size >> k).clamp(max=(levels >> k) - 1).sum(dtype=torch.int64) for k in range(_widths(levels))]
-    each, rest = torch.arange(1, len(cost) + 1, device=codes.device), torch.stack(cost)
-    every = (written.sum() * each + rest).amin()
-    some = ((written & moved).sum() * each + rest).amin() + columns.sum()
-    return 1 + (torch.minimum(every, some) + nonzero + 7) // 8
+def count_bytes(tables: Sequence[tuple[Tensor, Tensor, Tensor | None]], levels: int) -> Tensor:
+    """The sum of `len(encode(…))` over tables (codes, rows, mask), where codes are written in these rows and, if it is
+    not None, in this mask."""
+    joint = torch.cat([codes.reshape(-1) for codes, _, _ in tables]).abs()
+    sizes = [codes.numel() for codes, _, _ in tables]
+    costs = [_sums((joint >> k).clamp(max=(levels >> k) - 1), sizes) for k in range(_widths(levels))]
+    rest, nonzero = torch.stack(costs, -1), _sums(joint > 0, sizes)
+    every, some, columns = (torch.stack(parts) for parts in zip(*(_expected(*table) for table in tables), strict=True))
+    each = torch.arange(1, len(costs) + 1, device=joint.device)
+    unmarked = (every[:, None] * each + rest).amin(1)
+    marked = (some[:, None] * each + rest).amin(1) + columns
+    return (1 + (torch.minimum(unmarked, marked) + nonzero + 7) // 8).sum()
+
+
+def _sums(joint: Tensor, sizes: list[int]) -> Tensor:
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in joint.split(sizes)])
+
+
+def _expected(codes: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """How many codes are written: without marks, with marks; and how many columns there are to mark."""
+    moved, live = codes.any(0), rows.sum()
+    if mask is None:
+        return live * codes.shape[1], live * moved.sum(), (live > 0) * codes.shape[1]
+    written = mask & rows[:, None]
+    return written.sum(), (written & moved).sum(), written.any(0).sum()
 
 
 def _widths(levels: int) -> int:
