@@ -100,8 +100,8 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
             continue
         flat, rest = _read(rest, members, layout)
         for part, piece in zip(members, flat.to(device).split([int(part.count) for part in members]), strict=True):
-            if part.section.endswith(SCALES) and bool((piece < 0).any()):
-                raise WireError("message holds scales that are negative")
+            if part.section.endswith(SCALES):
+                _check_scales(piece, format_of(layout, part.section.removesuffix(SCALES)).levels)
             section = message.setdefault(part.section, {})
             mask = None if part.mask is None else part.mask.to(device)
             section[part.name] = piece.reshape(part.shape) if mask is None else _scatter(piece, mask, part.shape)
@@ -236,6 +236,14 @@ def _read_table(data: memoryview, part: Part, scales: Tensor) -> tuple[Tensor, m
     mask = None if part.mask is None else part.mask.expand(part.shape).reshape(len(rows), columns).numpy()
     codes, rest = rice.decode(data, rows.numpy(), columns, mask, part.written.levels)
     return torch.from_numpy(codes.reshape(part.shape)).to(scales.device), rest
+
+
+def _check_scales(scales: Tensor, levels: int) -> None:
+    """What they stand for must be finite too."""
+    if bool((scales < 0).any()):
+        raise WireError("message holds scales that are negative")
+    if not bool((scales * levels).isfinite().all()):
+        raise WireError("message holds numbers that are not finite")
 
 
 def _check_length(data: bytes, rest: memoryview, parts: list[Part], layout: Layout) -> None:
