@@ -1,13 +1,15 @@
 """Rounded messages in every engine: the same numbers, whatever the algorithm, and training that still learns."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedprior
-from fedprior import keys, trees, wire
+from fedprior import keys, runs, trees, wire
 from fedprior.keys import Purpose
+from fedprior.simulate.folder import RunFolder
 from fedprior.simulate.run import Settings, build
 from fedprior.simulate.together import Together
 from test_contract import NAMES, Net, Stopped, algorithm, make_task, simulate
@@ -49,7 +51,7 @@ def test_vectorised_equals_in_turn(name, precisions):
 
 
 def test_runs_with_settings_of_their_own_train_together_as_if_alone():
-    def runs():
+    def make():
         tasks = [make_task() for _ in range(2)]
         chosen = [
             fedprior.algorithm("fedsparse", task.network, server_threshold_optimiser="Adamax(lr=0.1)", lambda0=lambda0)
@@ -60,7 +62,7 @@ def test_runs_with_settings_of_their_own_train_together_as_if_alone():
             for seed, (one, task) in enumerate(zip(chosen, tasks, strict=True))
         ]
 
-    together, alone = runs(), runs()
+    together, alone = make(), make()
     together[1].data = together[0].data
     engine = Together(together)
     for _ in range(4):
@@ -151,3 +153,18 @@ def test_a_client_that_diverges_is_named(diverging_task):
         fedprior.run(diverging_task(wire="int4"), "fedavg", mode="in-turn")
     with pytest.raises(fedprior.DivergedError, match="client 1 diverged in round 1"):
         fedprior.run(diverging_task(wire="int4"), "fedavg", mode="vectorised")
+
+
+def test_runs_from_before_precision_was_a_setting_go_on(tmp_path):
+    task = make_task()
+    chosen = algorithm("fedavg", task)
+    fedprior.run(task, chosen, out=tmp_path / "old", messages="count")
+    config = tmp_path / "old" / "config.toml"
+    lines = [line for line in config.read_text().splitlines() if not line.startswith(("entropy =", "messages ="))]
+    config.write_text("\n".join(lines).replace('wire = "float32"', 'wire = "count"') + "\n")
+    _, found, _, _ = runs.read_config(RunFolder(tmp_path / "old"))
+    assert (found.wire, found.entropy, found.messages) == ("float32", True, "count")
+    settings = runs.run_settings(task.defaults, task)
+    runs.check_same(task, chosen, settings, tmp_path / "old", "fedavg")
+    with pytest.raises(fedprior.RunError, match="has wire = float32, not int8"):
+        runs.check_same(task, chosen, replace(settings, wire="int8"), tmp_path / "old", "fedavg")
