@@ -57,8 +57,9 @@ def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
     gates = coded.get("gates", {})
     message: Tree = {"gates": gates} if layout.gates else {}
     for name, section in layout.sections.items():
-        written, masks = format_of(layout, name), section.mask(gates) if section.mask else {}
-        message[name] = {}
+        written, message[name] = format_of(layout, name), {}
+        # Codes are zero where nothing was sent; only what they are added to is not.
+        masks = section.mask(gates) if section.mask and reference and section.relative else {}
         for tensor, code in coded[name].items():
             scales = coded[name + SCALES] if written.levels else None
             value = code * scales[tensor] if scales else code.to(layout.dtype)
