@@ -11,9 +11,6 @@ any other length is refused before anything is allocated for it. Nothing is ever
 
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -26,7 +23,8 @@ from fedprior.errors import WireError
 from fedprior.trees import Gates, Tree, leaves
 from fedprior.wire import rice
 from fedprior.wire.layout import Layout
-from fedprior.wire.precision import FORMATS, FULL, Format, format_of
+from fedprior.wire.parts import Part, parts_of, sections_of, size_of, table_of
+from fedprior.wire.precision import FORMATS, Format, format_of
 from fedprior.wire.quantise import SCALES
 
 MAGIC = b"FEDP"
@@ -43,36 +41,12 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """One tensor of a message."""
-
-    section: str
-    name: str
-    shape: tuple[int, ...]
-    mask: Tensor | None
-    """Which entries travel, broadcastable to the shape; None: all."""
-    written: Format
-
-    @cached_property
-    def count(self) -> Tensor | int:
-        """How many entries travel, without expanding the mask."""
-        size = torch.Size(self.shape).numel()
-        return size if self.mask is None else self.mask.sum() * (size // max(self.mask.numel(), 1))
-
-
-def _size(count: Any, written: Format, layout: Layout) -> Any:
-    """Bytes that so many numbers of a format take, each with its full width."""
-    width = written.width(layout.dtype)
-    return count * (width // 8) if width % 8 == 0 else (count * width + 7) // 8
-
-
 def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
     """The bytes of a message as it travels. Sections that the layout does not name stay at home."""
     gates = message.get("gates", {}) if layout.gates else {}
     bitmap = _pack(gates, layout)
     plain, coded = [bitmap], [bitmap]
-    for written, group in groupby(_parts(layout, gates), lambda part: part.written):
+    for written, group in groupby(parts_of(layout, gates), lambda part: part.written):
         members = list(group)
         data = _write(torch.cat([_surviving(message, part) for part in members]), written, layout)
         plain.append(data)
@@ -86,7 +60,7 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
     """The message in `data`; what was not sent is zero. Raises WireError, and only that, for anything else."""
     body, flags = _check(data, layout, round_number)
     gates = _unpack(body, layout)
-    parts = list(_parts(layout, gates))
+    parts = list(parts_of(layout, gates))
     rest = body[(layout.gate_count + 7) // 8 :]
     if not flags & CODED:
         _check_length(data, rest, parts, layout)
@@ -107,7 +81,7 @@ def decode(data: bytes, layout: Layout, round_number: int | None = None, device:
             section[part.name] = piece.reshape(part.shape) if mask is None else _scatter(piece, mask, part.shape)
     if len(rest):
         raise WireError(f"message of {len(data)} bytes, {len(rest):+d} from what its gates need")
-    return {name: message.get(name, {}) for name in _sections(layout)}
+    return {name: message.get(name, {}) for name in sections_of(layout)}
 
 
 def message_bytes(message: Tree, layout: Layout) -> int:
@@ -120,47 +94,18 @@ def count_bytes(message: Tree, layout: Layout) -> Tensor:
     gates = message.get("gates", {}) if layout.gates else {}
     fixed = torch.zeros((), dtype=torch.int64, device=next(leaves(message))[1].device)
     plain, coded = fixed, fixed
-    for written, group in groupby(_parts(layout, gates), lambda part: part.written):
+    for written, group in groupby(parts_of(layout, gates), lambda part: part.written):
         members = list(group)
         count = fixed
         for part in members:
             count = count + part.count
-        size = _size(count, written, layout)
+        size = size_of(count, written, layout)
         plain = plain + size
         if _variable(layout, written):
-            size = rice.count_bytes([_rows(message, part) for part in members], written.levels)
+            size = rice.count_bytes([table_of(message, part) for part in members], written.levels)
         coded = coded + size
     shorter = torch.minimum(plain, coded) if layout.entropy else plain
     return shorter + HEADER_BYTES + (layout.gate_count + 7) // 8
-
-
-def _parts(layout: Layout, gates: Gates) -> Iterator[Part]:
-    """Everything that travels beside the bitmap, in order."""
-    for name, section in layout.sections.items():
-        written = format_of(layout, name)
-        masks = {key: mask > 0 for key, mask in section.mask(gates).items()} if section.mask else {}
-        if written.levels:
-            for key, shape in section.shapes.items():
-                scales = section.scale_shape(shape)
-                yield Part(name + SCALES, key, scales, _units(masks.get(key), scales, shape), FULL)
-        for key, shape in section.shapes.items():
-            yield Part(name, key, shape, masks.get(key), written)
-
-
-def _sections(layout: Layout) -> list[str]:
-    """The sections of a message as it travels."""
-    names = ["gates"] if layout.gates else []
-    for name in layout.sections:
-        names += [name, name + SCALES] if format_of(layout, name).levels else [name]
-    return names
-
-
-def _units(mask: Tensor | None, scales: tuple[int, ...], shape: tuple[int, ...]) -> Tensor | None:
-    """Which units have an entry that travels."""
-    if mask is None:
-        return None
-    dims = [dim for dim, size in enumerate(scales) if size != shape[dim] and mask.shape[dim] != size]
-    return mask.sum(dims, keepdim=True) > 0 if dims else mask
 
 
 def _variable(layout: Layout, written: Format) -> bool:
@@ -193,7 +138,7 @@ def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, 
     """The inverse: the numbers of some tensors of one format, and what follows them."""
     written, count = parts[0].written, sum(int(part.count) for part in parts)
     dtype = written.dtype or layout.dtype
-    size = _size(count, written, layout)
+    size = size_of(count, written, layout)
     if len(data) < size:
         raise WireError("message ends inside its numbers")
     if written.bits == 4:
@@ -214,17 +159,9 @@ def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, 
     return flat, data[size:]
 
 
-def _rows(message: Tree, part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as a table with a row a unit, and where they are written: in rows that have a scale, where they travel."""
-    codes, scales = message[part.section][part.name], message[part.section + SCALES][part.name]
-    table = (scales.numel(), codes.numel() // max(scales.numel(), 1))
-    mask = None if part.mask is None else part.mask.expand(part.shape).reshape(table)
-    return codes.reshape(table), scales.reshape(-1) > 0, mask
-
-
 def _table(message: Tree, part: Part) -> bytes:
     """One tensor's codes in a code of variable length."""
-    codes, rows, mask = _rows(message, part)
+    codes, rows, mask = table_of(message, part)
     written = rows[:, None].expand(codes.shape) if mask is None else mask & rows[:, None]
     return rice.encode(codes.cpu().numpy(), written.cpu().numpy(), part.written.levels)
 
@@ -250,7 +187,7 @@ def _check_length(data: bytes, rest: memoryview, parts: list[Part], layout: Layo
     """Without codes of variable length, layout and gates say how long a message is."""
     size = 0
     for written, group in groupby(parts, lambda part: part.written):
-        size += _size(sum(int(part.count) for part in group), written, layout)
+        size += size_of(sum(int(part.count) for part in group), written, layout)
     if len(rest) != size:
         raise WireError(f"message of {len(data)} bytes, {len(rest) - size:+d} from what its gates need")
 
