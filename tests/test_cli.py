@@ -443,3 +443,20 @@ def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_p
     )
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
     assert "Traceback" not in bad.stderr
+
+
+def test_precision_on_the_command_line(shell, tmp_path):
+    assert shell("run", "tiny", "--rounds", 1, "--wire", "int8/int4", "--out", "narrow")[0] == 0
+    assert 'wire = "int8/int4"' in (tmp_path / "narrow" / "config.toml").read_text()
+    assert (
+        shell("sweep", "tiny", "--seeds", "0", "--rounds", 1, "--wire", "float32,int8/int4", "--out", "swept")[0] == 0
+    )
+    sizes = [
+        json.loads((tmp_path / "swept" / f"wire={wire}" / "seed-0" / "summary.json").read_text())["bytes_up"]
+        for wire in ("float32", "int8_int4")
+    ]
+    assert sizes[1] < 0.4 * sizes[0]
+    code, _, err = shell("compare", "tiny", "--wire", "int3", "--out", "none")
+    assert code == 2
+    assert "wire must be float32, float16, bfloat16, int8, int4, or two of them as DOWN/UP, got 'int3'" in err
+    assert not (tmp_path / "none").exists()

@@ -184,7 +184,7 @@ def test_messages_survive_the_wire_exactly_and_are_what_is_counted(name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_counting_gives_the_same_run(name: str) -> None:
-    encoded, counted = simulate(name), simulate(name, wire="count")
+    encoded, counted = simulate(name), simulate(name, messages="count")
     for _ in range(4):
         assert encoded.step(evaluate=True) == counted.step(evaluate=True)
 

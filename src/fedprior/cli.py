@@ -49,6 +49,12 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="A folder with the data sets as the Hugging Face Hub lays them out.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        "--wire", help="Precision of messages: float32, float16, bfloat16, int8, int4; or DOWN/UP, as int8/int4."
+    ),
+]
 Board = Annotated[Path | None, typer.Option("--tensorboard", help="Log to TensorBoard too, in this folder.")]
 
 
@@ -76,6 +82,7 @@ def run_command(
     rounds: Rounds = None,
     seed: Seed = 0,
     clients_per_round: Cohort = None,
+    wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
@@ -94,7 +101,7 @@ def run_command(
         device,
         [folder],
         label,
-        _settings(set_, data_dir),
+        _settings(set_, data_dir, wire),
         tensorboard,
     )
     console.print(summary_table([r.summary for r in result]))
@@ -108,6 +115,7 @@ def compare(
     rounds: Rounds = None,
     seed: Seed = 0,
     clients_per_round: Cohort = None,
+    wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     out: Annotated[
@@ -122,7 +130,7 @@ def compare(
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
     _check_unused([folder])
-    folders, settings = [folder / name for name in names], _settings(set_, data_dir)
+    folders, settings = [folder / name for name in names], _settings(set_, data_dir, wire)
     results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard)
     _conclude([r.summary for r in results], folder)
 
@@ -134,6 +142,7 @@ def sweep(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     rounds: Rounds = None,
     clients_per_round: Cohort = None,
+    wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The folder for the runs; runs/sweep-TASK if not given.")] = None,
@@ -149,7 +158,7 @@ def sweep(
     chosen = out or runs.unused_folder(Path("runs") / f"sweep-{task}")
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
-    specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir)), chosen, options)
+    specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir, wire)), chosen, options)
     left = sweeps.unfinished(specs)
     outcomes = sweeps.train(left, _watch)
     for spec, outcome in zip(left, outcomes, strict=True):
@@ -205,6 +214,7 @@ def reproduce_command(
     seeds: Annotated[str, typer.Option(help="How many, from 0; or which: 0,1,5.")] = "3",
     methods: Annotated[str | None, typer.Option(help="Labels separated by commas; all if not given.")] = None,
     rounds: Rounds = None,
+    wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     out: Annotated[
@@ -216,7 +226,8 @@ def reproduce_command(
     set_: Set = [],  # noqa: B006
 ) -> None:
     """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
-    given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)}) | _pairs(_settings(set_, data_dir))
+    given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
+    given |= _pairs(_settings(set_, data_dir, wire))
     names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     folder = out or Path("runs") / f"reproduce-{experiment}"
     reproduce(experiment, read_seeds(seeds), names, folder, given, console, table_only=table_only)
@@ -279,9 +290,10 @@ def _check_unused(folders: list[Path]) -> None:
         RunFolder(folder).check_unused()
 
 
-def _settings(set_: list[str], data_dir: Path | None) -> list[str]:
+def _settings(set_: list[str], data_dir: Path | None, wire: str | None = None) -> list[str]:
     """`--data-dir` is an option of a task; its full path lets a run be resumed from anywhere."""
-    return [*set_, f"data_dir={data_dir.resolve()}"] if data_dir else set_
+    wired = [f"wire={wire}"] if wire else []
+    return [*set_, *wired, f"data_dir={data_dir.resolve()}"] if data_dir else [*set_, *wired]
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedprior import keys, runs
+from fedprior import keys, runs, wire
 from fedprior.compact.inputs import Reader
 from fedprior.compact.write import Description, export_module
 from fedprior.data.images import Scale
@@ -87,7 +87,10 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     algorithm, prior = sim.algorithm, sim.algorithm.prior
     key = keys.fold(sim.root, sim.round + 1)
     client_key = keys.fold(key, client)
-    packet = algorithm.broadcast(prior.prune(sim.server), keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+    server = prior.prune(sim.server)
+    spoken = algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+    layout = algorithm.downlink(server)
+    packet = wire.restore(algorithm.pack(spoken, layout), layout)
     memory = sim.memory.get(client, algorithm.correction.remember(sim.network.params()))
     batches = client_batches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
     step = e_step(algorithm, sim.network, packet, batches, client_key, memory)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedprior import keys
+from fedprior import keys, wire
 from fedprior.corrections import Correction
 from fedprior.keys import Purpose
 from fedprior.network import Network
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser, TreeOptimiser
 from fedprior.priors import Prior
 from fedprior.trees import Gates, Params, Tree, clone, leaves, tree_map
-from fedprior.wire import Layout
+from fedprior.wire import Layout, Wire
 
 Tamper = Callable[[Tree, Tree], Tree]
 """A hostile client's change to its variables before it commits, given them and its packet."""
@@ -38,6 +38,8 @@ class Algorithm:
     name: str = "own"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How a named algorithm was built, for a run's config."""
+    wire: Wire = field(default_factory=Wire)
+    """How precisely its messages travel."""
 
     @property
     def vectorises(self) -> bool:
@@ -67,12 +69,20 @@ class Algorithm:
     def downlink(self, server: Tree) -> Layout:
         """The layout of a packet."""
         layout = self.correction.extend(self.prior.downlink(server), server, self.prior.support)
-        return replace(layout, direction="down")
+        return self.wire.layout(replace(layout, direction="down"))
 
     def uplink(self, server: Tree) -> Layout:
         """The layout of an upload."""
         layout = self.correction.extend(self.prior.uplink(server), server, self.prior.support)
-        return replace(layout, direction="up")
+        return self.wire.layout(replace(layout, direction="up"))
+
+    def pack(self, spoken: Tree, layout: Layout) -> Tree:
+        """A packet as it travels. Rounding moves its weights; what the prior has tied to them moves along."""
+        coded = wire.quantise(spoken, layout)
+        if layout.precision is None:
+            return coded
+        moved = self.prior.follow(spoken, wire.restore(coded, layout)["weights"])
+        return {**coded, **wire.quantise({**moved, "gates": spoken.get("gates", {})}, layout)}
 
 
 class Batch(NamedTuple):
@@ -102,6 +112,8 @@ class EStep(NamedTuple):
     """Mean training loss over the steps taken."""
     memory: Tree
     """What the correction keeps for the client's next turn."""
+    coded: Tree
+    """The upload as it travels, where it is rounded; `upload` is then what the client knows it has said."""
 
 
 def local_objective(algorithm: Algorithm, network: Network) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -127,8 +139,9 @@ def e_step(
     *,
     vectorised: bool = False,
     tamper: Tamper | None = None,
+    uplink: Layout | None = None,
 ) -> EStep:
-    """Start q at the prior, descend the local objective, commit to a hard assignment."""
+    """Start q at the prior, descend the local objective, commit to a hard assignment, round it as `uplink` says."""
     prior, correction = algorithm.prior, algorithm.correction
     lift = torch.func.vmap if vectorised else _as_is
     gradient = _gradient(lift(local_objective(algorithm, network)))
@@ -166,7 +179,12 @@ def e_step(
     extra = lift(correction.conclude)(start["weights"], local["weights"], packet, steps * lr)
     upload = lift(algorithm.with_extra)(upload, extra)
     gates = lift(prior.expect)(local, packet)["gates"]
-    return EStep(upload, gates, loss, correction.keep(memory, upload))
+    coded: Tree = {}
+    if uplink is not None and uplink.precision is not None:
+        rounding = keys.fold(key, Purpose.ROUNDING)
+        coded = lift(lambda upload, packet, key: wire.quantise(upload, uplink, packet, key))(upload, packet, rounding)
+        upload = {**upload, **lift(lambda coded, packet: wire.restore(coded, uplink, packet))(coded, packet)}
+    return EStep(upload, gates, loss, correction.keep(memory, upload), coded)
 
 
 def m_step(

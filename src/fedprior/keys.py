@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     COMMIT = 7
     ATTACK = 8
     STEP = 9
+    ROUNDING = 10
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

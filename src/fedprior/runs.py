@@ -22,7 +22,7 @@ from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
 RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
-HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "wire", "checkpoint_every"})
+HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
 """Settings that say where and how a run is computed, not what."""
 
 
@@ -79,6 +79,9 @@ def check_same(task: Task, algorithm: Algorithm, settings: Settings, out: Path, 
     if not folder.config.exists():
         return
     recorded, expected = folder.read_config(), _config(task, algorithm, settings, label, "")
+    # A setting of a run that is younger than the folder had its default.
+    defaults = {name: plain(option.default) for name, option in RUN_OPTIONS.items() if option.default is not None}
+    recorded["run"] = {**defaults, **recorded["run"]}
     for table in ("run", "task", "algorithm"):
         for key in {**expected[table], **recorded[table]}:
             was, now = recorded[table].get(key), expected[table].get(key)

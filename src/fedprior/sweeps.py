@@ -96,7 +96,7 @@ def _mates(specs: Sequence[Spec], built: Sequence[tuple[Task, Algorithm, Setting
 def _drive(jobs: list[Job]) -> list[Outcome]:
     """Together where the mode allows it, those that are equally far; else one after the other."""
     settings, first = jobs[0].settings, jobs[0].simulation
-    in_turn = mode_of(settings.mode, settings.wire, first) == "in-turn"
+    in_turn = mode_of(settings.mode, settings.messages, first) == "in-turn"
     groups: dict[int, list[int]] = {}
     for place, job in enumerate(jobs):
         groups.setdefault(place if in_turn else job.simulation.round, []).append(place)

@@ -15,12 +15,22 @@ from fedprior.simulate.run import build
 RUN = "0123456789abcdef"
 
 
-@pytest.mark.parametrize("name", list(fedprior.ALGORITHMS))
-def test_same_numbers_as_the_simulator(name, make_job, quick, tmp_path):
+ROUNDED = ["fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian", "fedmix", "fedl1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [
+        *((name, "float32") for name in fedprior.ALGORITHMS),
+        *((name, "int8/int4") for name in ROUNDED),
+        ("fedavg", "int4"),
+    ],
+)
+def test_same_numbers_as_the_simulator(name, wire, make_job, quick, tmp_path):
     options = {"local_optimiser": "SGD(lr=0.1)"}
     if name.startswith("fedsparse"):
         options |= {"temperature": 0.05, "lambda0": 1e-3}  # so that gates close within three rounds
-    job = make_job(name, {"evaluate_every": 2}, **options)
+    job = make_job(name, {"evaluate_every": 2, "wire": wire}, **options)
     simulated = build(job.algorithm, job.network, job.data, job.settings)
     records = [simulated.step(evaluate=number in (2, 3)) for number in (1, 2, 3)]
 

@@ -54,6 +54,14 @@ def not_finite(order, reply, draw):
     return [with_payload(order, reply, head + checksum + body)]
 
 
+def not_finite_scale(order, reply, draw):
+    """The same for a rounded message, whose first scale follows its sixteen gates."""
+    data = bytearray(payload(reply))
+    data[26:30] = torch.tensor(draw.choice([math.nan, math.inf, -1.0])).numpy().tobytes()
+    head, body = bytes(data[: wire.HEADER_BYTES - 4]), bytes(data[wire.HEADER_BYTES :])
+    return [with_payload(order, reply, head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body)]
+
+
 def wrong_records(order, reply, draw):
     array = Array("float32", (1,), "numpy.ndarray", b"\x93NUMPY" + draw.randbytes(20))
     contents = [
@@ -103,18 +111,20 @@ def same(one, other):
     return all(torch.equal(a, b) for (_, a), (_, b) in zip(trees.leaves(one), trees.leaves(other), strict=True))
 
 
-def test_a_thousand_corrupted_replies(make_job, quick, tmp_path):
+@pytest.mark.parametrize(("precision", "count"), [("float32", 1000), ("int8/int4", 240)])
+def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_path):
     """One client is hostile in every way there is: the model is what the other makes of it, and all are counted."""
-    job = make_job("fedsparse", {"clients_per_round": 2}, local_optimiser="SGD(lr=0.1)")
+    job = make_job("fedsparse", {"clients_per_round": 2, "wire": precision}, local_optimiser="SGD(lr=0.1)")
+    kinds = KINDS if precision == "float32" else {**KINDS, "not finite": not_finite_scale}
     strategy, grid, draw = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path), random.Random(0)
     strategy.meet(grid, 6)
     orders = strategy.configure_train(1, ArrayRecord(), None, grid)
     grid.push_messages(orders)
     reply, honest = (grid.app(order, grid.context(order.metadata.dst_node_id)) for order in orders)
     (hostile, client), clients = strategy.cohort, dict(strategy.clients)
-    for i, kind in zip(range(1000), itertools.cycle(KINDS), strict=False):
+    for i, kind in zip(range(count), itertools.cycle(kinds), strict=False):
         strategy.sent, strategy.good, strategy.clients = orders, {}, dict(clients)
-        strategy.aggregate_train(1, [*KINDS[kind](orders[0], reply, draw), honest])
+        strategy.aggregate_train(1, [*kinds[kind](orders[0], reply, draw), honest])
         assert list(strategy.good) == [client], kind
         assert len(strategy.turn.faults) == i + 1, kind
         assert strategy.turn.faults[-1]["client"] == hostile

@@ -35,12 +35,20 @@ def test_named_job_is_what_fedprior_run_would_train():
     assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_precision_is_a_setting_of_a_deployment_too():
+    job = named_job({**NAMED, "settings": "clients=4; wire=int8/int4; entropy=false"})
+    assert job.algorithm.wire == fedprior.wire.Wire("int8", "int4", entropy=False)
+    assert job.config()["run"]["wire"] == "int8/int4"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"settings": "lambda0"}, "key=value; key=value"),
         ({"settings": "lambda=3"}, "did you mean 'lambda0'"),
         ({"settings": "attack=scale"}, "attack is a setting of the simulator"),
+        ({"settings": "messages=count"}, "messages is a setting of the simulator"),
+        ({"settings": "wire=int3"}, "wire must be"),
         ({"task": "mnist-min"}, "did you mean 'mnist-mini'"),
         ({"algorithm": "fedspars"}, "did you mean 'fedsparse'"),
         ({"settings": "clients=3; clients_per_round=4"}, "there are only 3 clients"),

@@ -216,7 +216,7 @@ def test_recorded_bytes_are_the_lengths_of_the_messages_whether_encoded_or_count
         assert record["bytes_down"] == sum(lengths[:packets]) * (3 // packets)
         assert record["bytes_up"] == sum(lengths[packets:])
 
-    counted = fedprior.run(small_task(), name, rounds=4, mode="in-turn", wire="count")
+    counted = fedprior.run(small_task(), name, rounds=4, mode="in-turn", messages="count")
     assert len(messages) == 4 * per_round
     assert counted.records == encoded.records
     assert torch.equal(flat(counted), flat(encoded))

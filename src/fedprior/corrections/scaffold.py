@@ -48,7 +48,7 @@ class Scaffold(Correction):
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:
         shapes = {name: tuple(value.shape) for name, value in server["control"].items()}
-        return replace(layout, sections={**layout.sections, "control": Section(shapes, support)})
+        return replace(layout, sections={**layout.sections, "control": Section(shapes, support, relative=False)})
 
 
 def _zeros(weights: Params) -> Params:

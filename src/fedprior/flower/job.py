@@ -22,7 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
-SIMULATOR_ONLY = ("mode", "arithmetic", "workers", "data", "wire", "attack", "attackers", "checkpoint_every")
+SIMULATOR_ONLY = ("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every")
 MAY_CHANGE = ("rounds", "evaluate_every", "device")
 """Settings that a resumed run may have otherwise than before."""
 
@@ -46,6 +46,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_trainable(self.network.module)
+        object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
         if self.settings.clients_per_round > self.clients:
             raise SettingError(
                 f"clients_per_round is {self.settings.clients_per_round}, but there are only {self.clients} clients"

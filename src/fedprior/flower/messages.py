@@ -73,7 +73,7 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -
     if not isinstance(kept, list) or not all(_whole(i, 0, len(layers) - 1) for i in kept):
         raise WireError("the reply names layers that the model does not have")
     return Upload(
-        message=server.read(turn, _unwrap(content)),
+        message=server.read(turn, client, _unwrap(content)),
         loss=loss,
         correct=int(correct),  # type: ignore[arg-type]
         tested=int(tested),  # type: ignore[arg-type]

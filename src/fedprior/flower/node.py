@@ -74,16 +74,17 @@ class Node:
     def respond(self, order: Order) -> Answer:
         """The E-step: exactly what the simulator does for this client in this round."""
         algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
-        packet = trees.tree_map(_channels_last, wire.decode(order.packet, self.down, order.number, device))
+        received = wire.restore(wire.decode(order.packet, self.down, order.number, device), self.down)
+        packet = trees.tree_map(_channels_last, received)
         memory = Memory(self.folder, order.run, self.client, algorithm.correction.remember(self.network.params()))
         remembered = trees.tree_map(_channels_last, memory.recall(order.accepted))
         key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
         batches = client_batches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
-        step = e_step(algorithm, self.network, packet, batches, key, remembered)
+        step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up)
         if not bool(step.loss.isfinite()):
             raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")
         try:
-            upload = wire.encode(step.upload, self.up, order.number)
+            upload = wire.encode(step.coded or step.upload, self.up, order.number)
         except WireError as error:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
         rows = self.data.test[0]

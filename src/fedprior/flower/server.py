@@ -52,6 +52,8 @@ class Round:
     faults: list[Record] = field(default_factory=list)
     spoken: dict[int, bytes] = field(default_factory=dict)
     """Packets by client; by −1 the one that all clients get."""
+    said: dict[int, Tree] = field(default_factory=dict)
+    """The same before they were rounded."""
 
 
 @dataclass
@@ -90,17 +92,30 @@ class Server:
 
     def packet(self, turn: Round, client: int) -> bytes:
         """What a client is sent in this round."""
-        algorithm = self.job.algorithm
-        listener = client if algorithm.prior.per_client else -1
+        listener = self._listener(client)
         if listener not in turn.spoken:
-            spoken = algorithm.broadcast(turn.server, keys.fold(keys.fold(turn.key, Purpose.BROADCAST), client))
-            turn.floored |= floored(spoken)
-            turn.spoken[listener] = wire.encode(spoken, turn.down, turn.number)
+            coded = self.job.algorithm.pack(self._say(turn, client), turn.down)
+            turn.spoken[listener] = wire.encode(coded, turn.down, turn.number)
+            if turn.up.precision is None:  # nobody will ask again
+                del turn.said[listener]
         return turn.spoken[listener]
 
-    def read(self, turn: Round, data: bytes) -> Tree:
+    def read(self, turn: Round, client: int, data: bytes) -> Tree:
         """An upload, or a WireError; its length is checked before anything is allocated for it."""
-        return wire.decode(data, turn.up, turn.number, self.root.device)
+        coded = wire.decode(data, turn.up, turn.number, self.root.device)
+        return wire.restore(coded, turn.up, self._say(turn, client)) if turn.up.precision else coded
+
+    def _say(self, turn: Round, client: int) -> Tree:
+        """The packet for a client before it is rounded, which is what a rounded upload refers to."""
+        listener = self._listener(client)
+        if listener not in turn.said:
+            key = keys.fold(keys.fold(turn.key, Purpose.BROADCAST), client)
+            turn.said[listener] = self.job.algorithm.broadcast(turn.server, key)
+            turn.floored |= floored(turn.said[listener])
+        return turn.said[listener]
+
+    def _listener(self, client: int) -> int:
+        return client if self.job.algorithm.prior.per_client else -1
 
     def close(self, turn: Round, uploads: Mapping[int, Upload], evaluate: bool, seconds: float = 0.0) -> Record:
         """The M-step with what came back, and the round's record."""

@@ -128,6 +128,10 @@ class Prior(ABC):
     def uplink(self, server: Tree) -> Layout:
         """The layout of an upload."""
 
+    def follow(self, packet: Tree, weights: Params) -> Tree:
+        """Other sections of a packet as they must be when its weights travel rounded, as `weights`."""
+        return {}
+
     def support(self, gates: Gates) -> Params:
         """Of the weights, what these gates leave of the network; weights not named are always part of it."""
         return {}

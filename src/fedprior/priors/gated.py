@@ -27,7 +27,10 @@ def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layo
     """Gates, what they leave of the weights, and if asked one threshold an open gate."""
     sections = {"weights": Section(gating.shapes, gating.mask)}
     if thresholds:
-        sections["thresholds"] = Section(gating.gate_shapes, dict)
+        # A logit is (‖w‖ − τ) / T with T = 1e-3: whole numbers are too coarse. One a unit costs next to nothing in
+        # full; one a weight is as many as the weights, and near enough in float16, because τ is then small.
+        few = any(size > 1 for size in gating.sizes().values())
+        sections["thresholds"] = Section(gating.gate_shapes, dict, precision="float32" if few else "float16")
     dtype = next(iter(server["weights"].values())).dtype
     return Layout(sections, gating.gate_shapes, dtype, wiring=gating.wiring)
 

@@ -60,7 +60,7 @@ def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor
     return torch.stack(terms).sum()
 
 
-def dense_layout(params: Params) -> Layout:
-    """Every parameter in full."""
+def dense_layout(params: Params, models: int = 0) -> Layout:
+    """Every parameter; `models` leading dimensions are not the parameters' own."""
     shapes = {name: tuple(value.shape) for name, value in params.items()}
-    return Layout({"weights": Section(shapes)}, dtype=next(iter(params.values())).dtype)
+    return Layout({"weights": Section(shapes, models=models)}, dtype=next(iter(params.values())).dtype)

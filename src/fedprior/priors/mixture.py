@@ -97,7 +97,7 @@ class Mixture(Prior):
         return {"weights": {name: value.index_select(0, best)[0] for name, value in packet["weights"].items()}}
 
     def downlink(self, server: Tree) -> Layout:
-        return dense_layout(server["weights"])
+        return dense_layout(server["weights"], models=1)
 
     def uplink(self, server: Tree) -> Layout:
         return dense_layout({name: value[0] for name, value in server["weights"].items()})

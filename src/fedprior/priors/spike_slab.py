@@ -291,6 +291,13 @@ class SpikeSlab(Prior):
     def uplink(self, server: Tree) -> Layout:
         return gated_layout(self.gating, server)
 
+    def follow(self, packet: Tree, weights: Params) -> Tree:
+        """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
+        v = self.gating.join(packet["thresholds"])
+        moved = self._thresholds(self.gating.detached_norms(weights), self.joint_logits(packet))
+        moves = (self.gating.join(packet["gates"]) > 0) & (v > NO_THRESHOLD / 2)
+        return {"thresholds": self.gating.part(torch.where(moves, moved, v))}
+
     def support(self, gates: Gates) -> Params:
         return self.gating.mask(gates)
 

@@ -113,6 +113,10 @@ class Tuned(Prior):
     def uplink(self, server: Tree) -> Layout:
         return self.prior.uplink(server)
 
+    def follow(self, packet: Tree, weights: Params) -> Tree:
+        result: Tree = self.of(packet).follow(packet, weights)
+        return result
+
     def support(self, gates: Gates) -> Params:
         return self.prior.support(gates)
 

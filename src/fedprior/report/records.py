@@ -157,7 +157,7 @@ class Group:
     @cached_property
     def mixed(self) -> list[str]:
         """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
-        ignored = {"seed", "device", "data_dir", "mode", "arithmetic", "workers", "wire", "checkpoint_every"}
+        ignored = {"seed", "device", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"}
         seen: dict[str, set[str]] = {}
         for run in self.runs:
             for table in ("run", "task", "algorithm"):

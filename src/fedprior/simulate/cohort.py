@@ -16,6 +16,7 @@ from fedprior.simulate import ranks
 from fedprior.simulate.attack import Attack
 from fedprior.simulate.batches import Schedule, client_batches
 from fedprior.trees import Tree
+from fedprior.wire import Layout
 from fedprior.workers import Workers
 
 
@@ -26,6 +27,8 @@ class CohortResult(NamedTuple):
     gates: dict[str, Tensor]
     loss: Tensor
     memory: Tree
+    coded: Tree
+    """The uploads as they travel, where they are rounded."""
     correct: Tensor
     """Of each client's own test examples, how many its hard assignment gets right."""
 
@@ -38,6 +41,7 @@ class Cohort(NamedTuple):
     memory: Tree
     hostile: Tensor | None
     """Which clients attack; None: there are no attacks."""
+    uplink: Layout
 
 
 def in_turn(
@@ -60,7 +64,7 @@ def in_turn(
         batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
         packet, memory = trees.tree_map(_channels_last, trees.row((cohort.packets, cohort.memory), position))
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
-        step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper)
+        step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper, uplink=cohort.uplink)
         rows = data.test[client]
         params = algorithm.prior.realise(step.upload, packet)
         x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)

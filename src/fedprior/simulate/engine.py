@@ -47,8 +47,8 @@ def engine(simulations: list[Simulation], mode: str) -> Engine:
     return Together(simulations, capture=mode == "captured")
 
 
-def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
-    """The mode that was asked for, or the fastest that the device, the wire and the optimisers allow."""
+def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
+    """The mode that was asked for, or the fastest that the device, the messages and the optimisers allow."""
     algorithm, on_gpu = simulation.algorithm, simulation.root.device.type == "cuda"
     optimisers = [*algorithm.local.values(), *(algorithm.server or {}).values()]
     stuck = [str(optimiser) for optimiser in optimisers if not optimiser.capturable]
@@ -64,6 +64,6 @@ def mode_of(wanted: str, wire: str, simulation: Simulation) -> str:
         raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
     if wanted != "auto":
         return wanted
-    if not on_gpu or wire == "encode":
+    if not on_gpu or messages == "encode":
         return "in-turn"
     return "vectorised" if stuck or ranks.count() > 1 else "captured"

@@ -64,6 +64,8 @@ class RunFolder:
         for table in ("run", "task", "algorithm"):
             if not isinstance(config.get(table), dict):
                 raise RunError(f"{self.config} has no table [{table}]")
+        if config["run"].get("wire") in ("auto", "encode", "count"):  # `messages`, before `wire` was a precision
+            config["run"] |= {"messages": config["run"]["wire"], "wire": "float32"}
         return config
 
     def append(self, record: Record) -> None:

@@ -78,8 +78,9 @@ def gather(tree: Any, clients: int) -> Any:
 
 
 def _gather(rows: Tensor) -> Tensor:
-    # Channels-last tensors would be gathered as they lie in memory, and a bool has no NCCL type.
-    plain = rows.detach().contiguous().view(torch.uint8) if rows.dtype is torch.bool else rows.detach().contiguous()
+    # Channels-last tensors would be gathered as they lie in memory; a bool has no NCCL type, a bfloat16 none of gloo's.
+    plain = rows.detach().contiguous()
+    plain = plain.view(torch.uint8) if rows.dtype in (torch.bool, torch.bfloat16) else plain
     parts = [torch.empty_like(plain) for _ in range(count())]
     dist.all_gather(parts, plain)
     return torch.cat(parts).view(rows.dtype)

@@ -65,12 +65,14 @@ class Simulation:
         clients = keys.choose(keys.fold(key, Purpose.COHORT), self.data.clients, self.clients_per_round)
 
         server = prior.prune(self.server)
-        packets, down, kept = self._send_packets(server, clients, key)
-        chosen = Cohort(clients, packets, self._recall(clients), self.hostile[clients] if self.attack else None)
+        uplink = self.algorithm.uplink(server)
+        spoken, packets, down, kept = self._send_packets(server, clients, key)
+        hostile = self.hostile[clients] if self.attack else None
+        chosen = Cohort(clients, packets, self._recall(clients), hostile, uplink)
         result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
-        uploads, up = self._send_uploads(result.uploads, server)
+        uploads, up = self._send_uploads(result, uplink, spoken)
         self.server = update(self.algorithm, server, uploads, self.optimiser, self.fraction, number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
@@ -110,30 +112,34 @@ class Simulation:
         memories: Tree = trees.stack([self.memory.get(client, blank) for client in clients])
         return memories
 
-    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[Tree, int, set[str]]:
-        """Broadcast, encode, decode: the packets as the clients see them, stacked, their bytes, and floored layers."""
+    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[list[Tree], Tree, int, set[str]]:
+        """Broadcast, encode, decode: what was said, where it is rounded; the packets as the clients see them, stacked;
+        their bytes; and floored layers."""
         prior, layout = self.algorithm.prior, self.algorithm.downlink(server)
         listeners = clients if prior.per_client else clients[:1]
-        packets, total, kept = [], 0, set()
+        spoken, packets, total, kept = [], [], 0, set()
         for client in listeners:
-            spoken = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
-            packet, size = self._through_wire(spoken, layout)
-            packets.append(packet)
+            said = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+            coded, size = self._through_wire(self.algorithm.pack(said, layout), layout)
+            spoken.append(said if self.algorithm.wire.rounds else {})
+            packets.append(wire.restore(coded, layout))
             total += size
-            kept |= floored(spoken)
+            kept |= floored(said)
         if prior.per_client:
-            return trees.stack(packets), total, kept
+            return spoken, trees.stack(packets), total, kept
         # One packet for all: every client sees the same memory.
         count = len(clients)
-        return trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0]), total * count, kept
+        same = trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0])
+        return spoken * count, same, total * count, kept
 
-    def _send_uploads(self, uploads: Tree, server: Tree) -> tuple[Tree, int]:
+    def _send_uploads(self, result: CohortResult, layout: wire.Layout, spoken: list[Tree]) -> tuple[Tree, int]:
         """Encode, decode: the uploads as the server sees them, in place, and their bytes."""
-        layout, total = self.algorithm.uplink(server), 0
+        uploads, total = result.uploads, 0
         for i in range(self.clients_per_round):
-            message, size = self._through_wire(trees.row(uploads, i), layout)
+            coded, size = self._through_wire(trees.row(result.coded or uploads, i), layout)
             total += size
-            if self.encode:
+            if self.encode or result.coded:
+                message = wire.restore(coded, layout, spoken[i])
                 # Over what was sent: a cohort of messages beside it would double the memory of a round.
                 sent = {section: uploads[section] for section in message}
                 trees.tree_map(lambda rows, leaf, i=i: rows[i].copy_(leaf), sent, message)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
 from fedprior.simulate.server import final_model
 from fedprior.version import __version__
+from fedprior.wire import Wire
 
 Progress = Callable[[Record], None]
 """Called after every round with its record."""
@@ -54,7 +55,11 @@ class Settings:
     data: str = "auto"
     """Where examples are kept: on the `device`, or on the `host`, from where each cohort's are copied; auto: on the
     device if they take less than 60% of its free memory."""
-    wire: str = "auto"
+    wire: str = "float32"
+    """What messages are rounded to: float32 (not at all), float16, bfloat16, int8 or int4; or DOWN/UP, as int8/int4."""
+    entropy: bool = True
+    """Whether int8 and int4 are written in a code of variable length, where that makes a message shorter."""
+    messages: str = "auto"
     """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
     attack: str = "none"
     """What hostile clients do: sign-flip, scale or constant."""
@@ -74,11 +79,12 @@ class Settings:
             raise SettingError(f"arithmetic must be {' or '.join(KINDS)}, got {self.arithmetic!r}")
         if self.data not in ("auto", "device", "host"):
             raise SettingError(f"data must be auto, device or host, got {self.data!r}")
-        if self.wire not in ("auto", "encode", "count"):
-            raise SettingError(f"wire must be auto, encode or count, got {self.wire!r}")
-        if self.wire == "encode" and self.mode not in ("auto", "in-turn"):
+        Wire.of(self.wire)
+        if self.messages not in ("auto", "encode", "count"):
+            raise SettingError(f"messages must be auto, encode or count, got {self.messages!r}")
+        if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
             raise SettingError(
-                "messages are encoded only when clients train in turn: leave out wire, or set mode=in-turn"
+                "messages are encoded only when clients train in turn: leave out messages, or set mode=in-turn"
             )
         if self.attack not in ("none", *ATTACKS):
             raise SettingError(f"attack must be none, {', '.join(ATTACKS)}, got {self.attack!r}")
@@ -86,6 +92,10 @@ class Settings:
             raise SettingError(f"attackers must be at least 0 and below 1, got {self.attackers}")
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
+
+    def on_wire(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm with messages as precise as these settings say."""
+        return replace(algorithm, wire=Wire.of(self.wire, self.entropy))
 
     def resolved_device(self) -> torch.device:
         """The device to run on."""
@@ -126,21 +136,21 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     device = settings.resolved_device()
     schedule = Schedule(settings.batch_size, settings.epochs, settings.local_steps)
     built = simulation(
-        algorithm,
+        settings.on_wire(algorithm),
         network,
         data,
         schedule,
         clients_per_round=settings.clients_per_round,
         seed=settings.seed,
         workers=1 if device.type != "cpu" else settings.workers or torch.get_num_threads(),
-        encode=settings.wire != "count",
+        encode=settings.messages != "count",
         attack=settings.attack,
         attackers=settings.attackers,
         device=device,
         arithmetic=settings.arithmetic,
         streamed=settings.data == "host" or (settings.data == "auto" and not data.fits(device)),
     )
-    mode_of(settings.mode, settings.wire, built)  # refuses what cannot be, before anything is written
+    mode_of(settings.mode, settings.messages, built)  # refuses what cannot be, before anything is written
     return built
 
 
@@ -184,7 +194,7 @@ class Job:
 def drive(jobs: list[Job]) -> list[Result | DivergedError]:
     """Run the rounds that are left of jobs that can train together, and finish each; one that diverges ends early."""
     settings = jobs[0].settings
-    mode = mode_of(settings.mode, settings.wire, jobs[0].simulation)
+    mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
     driver = engine([job.simulation for job in jobs], mode)
     ended: dict[int, DivergedError] = {}
     saved = time.monotonic()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedprior import keys, trees, wire
+from fedprior import keys, trees
 from fedprior.em import Algorithm, EStep, e_step, m_step
 from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
-from fedprior.simulate import arithmetic, ranks, streaming
+from fedprior.simulate import arithmetic, carry, ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.joined import Kept, finite
 from fedprior.simulate.round import Simulation
@@ -199,7 +199,7 @@ class Together:
         algorithm, prior, number = self.algorithm, self.algorithm.prior, len(self.runs)
         first = self.runs[0]
         server = vmap(prior.prune)(self.server)
-        packets, down, floored = self._packets(server, inputs)
+        spoken, packets, down, floored = self._packets(server, inputs)
         flat = (inputs.clients + self.base).flatten()
         client_keys = keys.fold(inputs.key[:, None], inputs.clients).flatten()
         everyone = number * self.cohort
@@ -208,11 +208,12 @@ class Together:
         examples = self._examples("train", inputs, flat)
         batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
-        step = e_step(algorithm, first.network, own, batches, client_keys, memory, vectorised=True, tamper=tamper)
+        train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1])
+        step = train(algorithm, first.network, own, batches, client_keys, memory)
         correct = self._correct(step.upload, own, *self._examples("test", inputs, flat), shape.tests)
         step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
-        up = vmap(vmap(lambda message: wire.count_bytes(message, self.layouts[1])))(uploads).sum(1)
+        uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = finite(uploads, 2) & loss.isfinite()
         fine_server = self._m_step(server, uploads, fine_clients.all(1))
@@ -230,24 +231,27 @@ class Together:
         )
         return Outputs(numbers, step.memory)
 
-    def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tensor, Tensor]:
-        """What each client receives [runs · cohort, …], the bytes a run sends, and which layers were floored."""
-        algorithm, layout = self.algorithm, self.layouts[0]
+    def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tree, Tensor, Tensor]:
+        """What the runs say [runs, cohort, …], what each client receives [runs · cohort, …], the bytes a run sends, and
+        which layers were floored."""
+        algorithm, pack = self.algorithm, partial(carry.packet, self.algorithm, self.layouts[0])
         key = keys.fold(inputs.key, Purpose.BROADCAST)
         if algorithm.prior.per_client:
             to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
             spoken = to_clients(server, keys.fold(key[:, None], inputs.clients))
-            down = vmap(vmap(lambda message: wire.count_bytes(message, layout)))(spoken).sum(1)
-            flags = _flags(spoken, 2)
+            heard, sizes = vmap(vmap(pack))(spoken)
+            down, flags = sizes.sum(1), _flags(spoken, 2)
         else:
             once = vmap(algorithm.broadcast)(server, keys.fold(key, inputs.clients[:, 0]))
-            down = vmap(lambda message: wire.count_bytes(message, layout))(once) * self.cohort
-            flags = _flags(once, 1)
+            received, sizes = vmap(pack)(once)
+            down, flags = sizes * self.cohort, _flags(once, 1)
             # One packet for all: with a single run every client reads the same memory.
-            spoken = trees.tree_map(lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), once)
+            spoken, heard = trees.tree_map(
+                lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), (once, received)
+            )
         self.layers = list(spoken.get("floored", {}))
-        packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), spoken)
-        return {name: part for name, part in packets.items() if name != "floored"}, down, flags
+        packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard)
+        return spoken, {name: part for name, part in packets.items() if name != "floored"}, down, flags
 
     def _m_step(self, server: Tree, uploads: Tree, fine: Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""

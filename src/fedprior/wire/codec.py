@@ -1,88 +1,87 @@
 """Encode and decode one message.
 
-    header   magic "FEDP", version, precision, two spare bytes, fingerprint of the layout, round, CRC-32 of the rest
+    header   magic "FEDP", version, precision, flags, a spare byte, fingerprint of the layout, round, CRC-32 of the rest
     bitmap   one bit a gate, padded to a byte
     values   the surviving entries of every section, little-endian, in the layout's order
 
-There is no length field: layout and bitmap determine the length, and a message of any other length is refused before
-anything is allocated for it. Nothing is ever unpickled.
+A rounded message (`quantise.py`) has before a section's whole numbers their scales. With the flag `CODED` set, whole
+numbers are in a code of variable length (`rice.py`). Otherwise layout and bitmap determine the length, and a message of
+any other length is refused before anything is allocated for it. Nothing is ever unpickled.
 """
 
 import struct
 import zlib
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprior.errors import WireError
 from fedprior.trees import Gates, Tree, leaves
+from fedprior.wire import rice
 from fedprior.wire.layout import Layout
+from fedprior.wire.parts import Part, parts_of, sections_of, size_of, table_of
+from fedprior.wire.precision import FORMATS, Format, format_of
+from fedprior.wire.quantise import SCALES
 
 MAGIC = b"FEDP"
 VERSION = 1
-_HEADER = struct.Struct("<4sBBxx8sII")
+CODED = 1
+_HEADER = struct.Struct("<4sBBBx8sII")
 HEADER_BYTES = _HEADER.size
-_PRECISIONS: dict[torch.dtype, tuple[int, np.dtype[Any]]] = {
-    torch.float32: (0, np.dtype("<f4")),
-    torch.float64: (1, np.dtype("<f8")),
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float64: np.dtype("<f8"),
+    torch.float16: np.dtype("<f2"),
+    torch.bfloat16: np.dtype("<i2"),  # NumPy has none: as its bits
+    torch.int8: np.dtype("<i1"),
 }
 
 
 def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
-    """The bytes of a message. Sections that the layout does not name stay at home."""
+    """The bytes of a message as it travels. Sections that the layout does not name stay at home."""
     gates = message.get("gates", {}) if layout.gates else {}
     bitmap = _pack(gates, layout)
-    values = []
-    for name, section in layout.sections.items():
-        masks = section.mask(gates) if section.mask else {}
-        for key, shape in section.shapes.items():
-            tensor = message[name][key]
-            if tuple(tensor.shape) != shape:
-                raise WireError(f"{name}/{key} has shape {tuple(tensor.shape)}, the layout says {shape}")
-            values.append(tensor[masks[key].expand(shape) > 0] if key in masks else tensor.reshape(-1))
-    precision, dtype = _PRECISIONS[layout.dtype]
-    flat = torch.cat(values).to(layout.dtype).cpu().numpy().astype(dtype, copy=False)
-    if not np.isfinite(flat).all():
-        raise WireError("a message to be sent holds numbers that are not finite")
-    body = bitmap + flat.tobytes()
-    return _header(precision, layout, round_number, body) + body
+    plain, coded = [bitmap], [bitmap]
+    for written, group in groupby(parts_of(layout, gates), lambda part: part.written):
+        members = list(group)
+        data = _write(torch.cat([_surviving(message, part) for part in members]), written, layout)
+        plain.append(data)
+        coded += [_table(message, part) for part in members] if _variable(layout, written) else [data]
+    shorter = sum(map(len, coded)) < sum(map(len, plain))
+    body = b"".join(coded if shorter else plain)
+    return _header(layout, CODED if shorter else 0, round_number, body) + body
 
 
 def decode(data: bytes, layout: Layout, round_number: int | None = None, device: torch.device | str = "cpu") -> Tree:
     """The message in `data`; what was not sent is zero. Raises WireError, and only that, for anything else."""
-    body = _check(data, layout, round_number)
+    body, flags = _check(data, layout, round_number)
     gates = _unpack(body, layout)
-    masks = {
-        (name, key): mask > 0
-        for name, section in layout.sections.items()
-        if section.mask
-        for key, mask in section.mask(gates).items()
-    }
-    counts = [
-        int(_count(masks.get((name, key)), shape))
-        for name, section in layout.sections.items()
-        for key, shape in section.shapes.items()
-    ]
-    dtype = _PRECISIONS[layout.dtype][1]
-    values = body[(layout.gate_count + 7) // 8 :]
-    if len(values) != sum(counts) * dtype.itemsize:
-        raise WireError(
-            f"message of {len(data)} bytes, {len(values) - sum(counts) * dtype.itemsize:+d} from what its gates need"
-        )
-    flat = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="), copy=True)
-    if not np.isfinite(flat).all():
-        raise WireError("message holds numbers that are not finite")
-    pieces = iter(torch.from_numpy(flat).to(device).split(counts))
+    parts = list(parts_of(layout, gates))
+    rest = body[(layout.gate_count + 7) // 8 :]
+    if not flags & CODED:
+        _check_length(data, rest, parts, layout)
     message: Tree = {"gates": {name: gate.to(device) for name, gate in gates.items()}} if layout.gates else {}
-    for name, section in layout.sections.items():
-        message[name] = {}
-        for key, shape in section.shapes.items():
-            piece = next(pieces)
-            mask = masks.get((name, key))
-            message[name][key] = piece.reshape(shape) if mask is None else _scatter(piece, mask.to(device), shape)
-    return message
+    for written, group in groupby(parts, lambda part: part.written):
+        members = list(group)
+        if flags & CODED and written.levels:
+            for part in members:
+                section = message.setdefault(part.section, {})
+                section[part.name], rest = _read_table(rest, part, message[part.section + SCALES][part.name])
+            continue
+        flat, rest = _read(rest, members, layout)
+        for part, piece in zip(members, flat.to(device).split([int(part.count) for part in members]), strict=True):
+            if part.section.endswith(SCALES):
+                _check_scales(piece, format_of(layout, part.section.removesuffix(SCALES)).levels)
+            section = message.setdefault(part.section, {})
+            mask = None if part.mask is None else part.mask.to(device)
+            section[part.name] = piece.reshape(part.shape) if mask is None else _scatter(piece, mask, part.shape)
+    if len(rest):
+        raise WireError(f"message of {len(data)} bytes, {len(rest):+d} from what its gates need")
+    return {name: message.get(name, {}) for name in sections_of(layout)}
 
 
 def message_bytes(message: Tree, layout: Layout) -> int:
@@ -93,6 +92,26 @@ def message_bytes(message: Tree, layout: Layout) -> int:
 def count_bytes(message: Tree, layout: Layout) -> Tensor:
     """The same as a tensor: it can be stacked over clients, and nobody waits for it."""
     gates = message.get("gates", {}) if layout.gates else {}
+    if layout.precision in (None, "float32"):
+        return _count_plain(message, gates, layout)
+    fixed = torch.zeros((), dtype=torch.int64, device=next(leaves(message))[1].device)
+    plain, coded = fixed, fixed
+    for written, group in groupby(parts_of(layout, gates), lambda part: part.written):
+        members = list(group)
+        count = fixed
+        for part in members:
+            count = count + part.count
+        size = size_of(count, written, layout)
+        plain = plain + size
+        if _variable(layout, written):
+            size = rice.count_bytes([table_of(message, part) for part in members], written.levels)
+        coded = coded + size
+    shorter = torch.minimum(plain, coded) if layout.entropy else plain
+    return shorter + HEADER_BYTES + (layout.gate_count + 7) // 8
+
+
+def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
+    """Of a message in the layout's own precision, in few operations."""
     fixed, masked = 0, dict[int, list[Tensor]]()
     for section in layout.sections.values():
         masks = section.mask(gates) if section.mask else {}
@@ -108,30 +127,121 @@ def count_bytes(message: Tree, layout: Layout) -> Tensor:
     return count * layout.dtype.itemsize + HEADER_BYTES + (layout.gate_count + 7) // 8
 
 
-def _header(precision: int, layout: Layout, round_number: int, body: bytes) -> bytes:
-    fields = _HEADER.pack(MAGIC, VERSION, precision, layout.fingerprint, round_number, 0)
+def _variable(layout: Layout, written: Format) -> bool:
+    """Whether a format's numbers may have a code of variable length."""
+    return layout.entropy and written.levels > 0
+
+
+def _surviving(message: Tree, part: Part) -> Tensor:
+    """The entries of a tensor that travel, one after the other."""
+    tensor = message[part.section][part.name]
+    if tuple(tensor.shape) != part.shape:
+        raise WireError(f"{part.section}/{part.name} has shape {tuple(tensor.shape)}, the layout says {part.shape}")
+    return tensor.reshape(-1) if part.mask is None else tensor[part.mask.expand(part.shape)]
+
+
+def _write(flat: Tensor, written: Format, layout: Layout) -> bytes:
+    """Numbers of one format as bytes."""
+    flat = flat.to(written.dtype or layout.dtype).cpu()
+    if flat.is_floating_point() and not bool(flat.isfinite().all()):
+        raise WireError("a message to be sent holds numbers that are not finite")
+    if written.bits == 4:
+        low = np.zeros(flat.numel() + flat.numel() % 2, np.uint8)
+        low[: flat.numel()] = flat.numpy().view(np.uint8) & 15
+        return (low[::2] | low[1::2] << 4).tobytes()
+    plain = flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
+    return plain.numpy().astype(_NUMPY[flat.dtype], copy=False).tobytes()
+
+
+def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, memoryview]:
+    """The inverse: the numbers of some tensors of one format, and what follows them."""
+    written, count = parts[0].written, sum(int(part.count) for part in parts)
+    dtype = written.dtype or layout.dtype
+    size = size_of(count, written, layout)
+    if len(data) < size:
+        raise WireError("message ends inside its numbers")
+    if written.bits == 4:
+        pairs = np.frombuffer(data[:size], np.uint8)
+        both = np.stack([pairs << 4, pairs & 240], 1).reshape(-1).view(np.int8) >> 4
+        if both[count:].any():
+            raise WireError("message has bits behind its codes")
+        flat = torch.from_numpy(both[:count].copy())
+    else:
+        kind = _NUMPY[dtype]
+        numbers: NDArray[Any] = np.frombuffer(data[:size], kind).astype(kind.newbyteorder("="), copy=True)
+        flat = torch.from_numpy(numbers)
+        flat = flat.view(dtype) if dtype is torch.bfloat16 else flat
+    if flat.is_floating_point() and not bool(flat.isfinite().all()):
+        raise WireError("message holds numbers that are not finite")
+    if written.levels and bool((flat < -written.levels).any()):
+        raise WireError("message holds codes that are out of range")
+    return flat, data[size:]
+
+
+def _table(message: Tree, part: Part) -> bytes:
+    """One tensor's codes in a code of variable length."""
+    codes, rows, mask = table_of(message, part)
+    written = rows[:, None].expand(codes.shape) if mask is None else mask & rows[:, None]
+    return rice.encode(codes.cpu().numpy(), written.cpu().numpy(), part.written.levels)
+
+
+def _read_table(data: memoryview, part: Part, scales: Tensor) -> tuple[Tensor, memoryview]:
+    """The inverse, and what follows."""
+    rows = scales.reshape(-1).cpu() > 0
+    columns = torch.Size(part.shape).numel() // max(len(rows), 1)
+    mask = None if part.mask is None else part.mask.expand(part.shape).reshape(len(rows), columns).numpy()
+    codes, rest = rice.decode(data, rows.numpy(), columns, mask, part.written.levels)
+    return torch.from_numpy(codes.reshape(part.shape)).to(scales.device), rest
+
+
+def _check_scales(scales: Tensor, levels: int) -> None:
+    """What they stand for must be finite too."""
+    if bool((scales < 0).any()):
+        raise WireError("message holds scales that are negative")
+    if not bool((scales * levels).isfinite().all()):
+        raise WireError("message holds numbers that are not finite")
+
+
+def _check_length(data: bytes, rest: memoryview, parts: list[Part], layout: Layout) -> None:
+    """Without codes of variable length, layout and gates say how long a message is."""
+    size = 0
+    for written, group in groupby(parts, lambda part: part.written):
+        size += size_of(sum(int(part.count) for part in group), written, layout)
+    if len(rest) != size:
+        raise WireError(f"message of {len(data)} bytes, {len(rest) - size:+d} from what its gates need")
+
+
+def _precision(layout: Layout) -> int:
+    """The header's code for a layout's precision."""
+    full = int(layout.dtype is torch.float64)
+    return full if layout.precision in (None, "float32") else FORMATS[str(layout.precision)].code
+
+
+def _header(layout: Layout, flags: int, round_number: int, body: bytes) -> bytes:
+    fields = _HEADER.pack(MAGIC, VERSION, _precision(layout), flags, layout.fingerprint, round_number, 0)
     return fields[:-4] + struct.pack("<I", zlib.crc32(body, zlib.crc32(fields[:-4])))
 
 
-def _check(data: bytes, layout: Layout, round_number: int | None) -> memoryview:
-    """The body of a message whose header is as it should be."""
+def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memoryview, int]:
+    """The body and the flags of a message whose header is as it should be."""
     if len(data) < HEADER_BYTES:
         raise WireError(f"message of {len(data)} bytes is shorter than a header")
-    magic, version, precision, fingerprint, number, checksum = _HEADER.unpack_from(data)
+    magic, version, precision, flags, fingerprint, number, checksum = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise WireError("not a fedprior message")
     if version != VERSION:
         raise WireError(f"message of format version {version}, this is version {VERSION}")
-    if fingerprint != layout.fingerprint or precision != _PRECISIONS[layout.dtype][0]:
+    if fingerprint != layout.fingerprint or precision != _precision(layout):
         raise WireError("message is for another model, algorithm or direction")
-    if data[6:8] != b"\0\0":
+    known = CODED if any(format_of(layout, name).levels for name in layout.sections) else 0
+    if flags & ~known or data[7] != 0:
         raise WireError("message sets header bytes that this version does not know")
     body = memoryview(data)[HEADER_BYTES:]
     if zlib.crc32(body, zlib.crc32(data[: HEADER_BYTES - 4])) != checksum:
         raise WireError("message was damaged on the way: its checksum does not match")
     if round_number is not None and number != round_number:
         raise WireError(f"message is of round {number}, expected {round_number}")
-    return body
+    return body, flags
 
 
 def _pack(gates: Gates, layout: Layout) -> bytes:
@@ -151,12 +261,6 @@ def _unpack(body: memoryview, layout: Layout) -> Gates:
     flat = torch.from_numpy(bits[: layout.gate_count]).to(layout.dtype)
     pieces = flat.split([torch.Size(shape).numel() for shape in layout.gates.values()])
     return {name: piece.reshape(shape) for (name, shape), piece in zip(layout.gates.items(), pieces, strict=True)}
-
-
-def _count(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | int:
-    """How many entries of a tensor a mask leaves, without expanding the mask."""
-    size = torch.Size(shape).numel()
-    return size if mask is None else mask.sum() * (size // max(mask.numel(), 1))
 
 
 def _scatter(values: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -16,6 +16,21 @@ class Section:
 
     shapes: dict[str, tuple[int, ...]]
     mask: Callable[[Gates], Params] | None = None
+    relative: bool = True
+    """Whether an upload's numbers can be sent as differences to those that the packet has under the same name."""
+    precision: str | None = None
+    """What this section is rounded to where messages are rounded, if not to what the others are."""
+    models: int = 0
+    """How many leading dimensions count models, not units: a mixture's packet has one."""
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the scales of a rounded tensor: one a unit (row), or one for a tensor that has no more than one dimension.
+
+        >>> Section({}).scale_shape((8, 3, 5, 5)), Section({}).scale_shape((8,))
+        ((8, 1, 1, 1), (1,))
+        """
+        kept = self.models + (len(shape) > self.models + 1)
+        return (*shape[:kept], *[1] * (len(shape) - kept))
 
 
 @dataclass(frozen=True)
@@ -29,10 +44,15 @@ class Layout:
     """`down` or `up`: part of the fingerprint, because a dense model looks the same both ways."""
     wiring: str = ""
     """Which entries a gate removes, as text: part of the fingerprint as well."""
+    precision: str | None = None
+    """What numbers are rounded to (`float16`, `bfloat16`, `int8`, `int4`); in an upload `float32` means differences
+    that are not rounded. None: numbers travel as they are."""
+    entropy: bool = False
+    """Whether whole numbers are written in a code of variable length, where that makes a message shorter."""
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Eight bytes that differ when the model's structure, the algorithm's sections or the direction differ."""
+        """Eight bytes that differ when the model's structure, the sections, the direction or the precision differ."""
         text = [
             self.direction,
             self.wiring,
@@ -41,6 +61,9 @@ class Layout:
         ]
         for name, section in self.sections.items():
             text += [f"{name}/{key} {shape} {section.mask is not None}" for key, shape in section.shapes.items()]
+        if self.precision is not None:
+            text.append(f"precision {self.precision}")
+            text += [f"{name} {s.relative} {s.precision} {s.models}" for name, s in self.sections.items()]
         return hashlib.sha256("\n".join(text).encode()).digest()[:8]
 
     @cached_property

@@ -1,0 +1,89 @@
+"""How precisely numbers travel: the formats, and which of them each direction uses."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedprior.errors import SettingError
+from fedprior.wire.layout import Layout
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a number."""
+
+    code: int
+    """In a message's header."""
+    dtype: torch.dtype | None = None
+    """Of the numbers in memory; None: the model's own."""
+    bits: int = 0
+    """On the wire, where that is not the dtype's own size."""
+    levels: int = 0
+    """Whole numbers run from −levels to levels, times a scale that is sent once a unit; 0: no whole numbers."""
+    digits: int = 0
+    """Binary digits of a floating-point number, its hidden one included."""
+    lowest: int = 0
+    """The exponent (of a fraction between ½ and 1) below which there are fewer digits."""
+
+    def width(self, own: torch.dtype) -> int:
+        """Bits a number."""
+        return self.bits or 8 * (self.dtype or own).itemsize
+
+
+FULL = Format(0)
+FORMATS = {
+    "float32": FULL,
+    "float16": Format(2, torch.float16, digits=11, lowest=-13),
+    # bfloat16 goes as low as float32 does; steps smaller than the smallest normal float32 are no use.
+    "bfloat16": Format(3, torch.bfloat16, digits=8, lowest=-118),
+    "int8": Format(4, torch.int8, levels=127),
+    "int4": Format(5, torch.int8, bits=4, levels=7),
+}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The precision of each direction. With the defaults nothing is rounded."""
+
+    down: str = "float32"
+    up: str = "float32"
+    entropy: bool = True
+    """Whether whole numbers are written in a code of variable length, where that makes a message shorter."""
+
+    @classmethod
+    def of(cls, text: str, entropy: bool = True) -> "Wire":
+        """From `int4`, for both directions, or `int8/int4`, for down and up.
+
+        >>> Wire.of("int8/int4").up
+        'int4'
+        """
+        down, _, up = text.partition("/")
+        for name in (down, up) if "/" in text else (down,):
+            if name not in FORMATS:
+                hint = f"; did you mean messages={text}?" if text in ("auto", "encode", "count") else ""
+                raise SettingError(f"wire must be {', '.join(FORMATS)}, or two of them as DOWN/UP, got {text!r}{hint}")
+        return cls(down, up or down, entropy)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded."""
+        return (self.down, self.up) != ("float32", "float32")
+
+    def layout(self, layout: Layout) -> Layout:
+        """A layout with the precision of its direction.
+
+        Where packets are rounded, uploads are differences whatever their own precision: only so can the server add
+        them to weights that it did not round.
+        """
+        if layout.direction == "down":
+            precision = None if self.down == "float32" else self.down
+        else:
+            precision = self.up if self.rounds else None
+        return replace(layout, precision=precision, entropy=self.entropy) if precision else layout
+
+
+def format_of(layout: Layout, section: str) -> Format:
+    """How a section's numbers are written."""
+    if layout.precision in (None, "float32"):
+        return FULL
+    return FORMATS[layout.sections[section].precision or str(layout.precision)]

@@ -1,0 +1,127 @@
+"""Rounding: a message as it travels, and as it is understood. Pure functions of tensors, for one client or many.
+
+Going down, numbers are rounded to the nearest. Going up, differences to the packet are rounded at random, to one of the
+two neighbours with such probabilities that the mean is exact. Whole numbers have a scale a unit, max |x| / levels.
+
+    client   d = φ − packet            sends Q(d),   its assignment is packet + Q(d)
+    server   has w, packet = Q(w)      reads w + Q(d)
+
+The server adds the difference to its own w. Added to Q(w), a change smaller than half a step of the way down would be
+rounded away in every round.
+"""
+
+import torch
+from torch import Tensor
+
+from fedprior import keys
+from fedprior.trees import Params, Tree
+from fedprior.wire.layout import Layout, Section
+from fedprior.wire.precision import Format, format_of
+
+SCALES = ".scales"
+"""What the section of a section's scales is called."""
+
+
+def quantise(message: Tree, layout: Layout, reference: Tree | None = None, key: Tensor | None = None) -> Tree:
+    """A message as it travels: codes and their scales, zero where gates leave nothing.
+
+    With a `reference`, differences to what it has under the same name; with a `key`, rounded at random.
+    """
+    if layout.precision is None:
+        return message
+    gates = message.get("gates", {})
+    coded: Tree = {"gates": gates} if layout.gates else {}
+    for place, (name, section) in enumerate(layout.sections.items()):
+        if name not in message:
+            continue
+        masks = section.mask(gates) if section.mask else {}
+        values = {}
+        for tensor in section.shapes:
+            value, base = message[name][tensor], _base(reference, layout, name, tensor)
+            value = value if base is None else value - base
+            values[tensor] = torch.where(masks[tensor] > 0, value, 0.0) if tensor in masks else value
+        written, own = format_of(layout, name), None if key is None else keys.fold(key, place)
+        if written.levels:
+            coded[name], coded[name + SCALES] = _whole(values, section, written.levels, own)
+        else:
+            own_keys = [None if own is None else keys.fold(own, i) for i in range(len(values))]
+            rounded = zip(values.items(), own_keys, strict=True)
+            coded[name] = {tensor: _floating(value, written, draw) for (tensor, value), draw in rounded}
+    return coded
+
+
+def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
+    """The message that a receiver understands; what was not sent is zero."""
+    if layout.precision is None:
+        return coded
+    gates = coded.get("gates", {})
+    message: Tree = {"gates": gates} if layout.gates else {}
+    for name, section in layout.sections.items():
+        written, message[name] = format_of(layout, name), {}
+        # Codes are zero where nothing was sent; only what they are added to is not.
+        masks = section.mask(gates) if section.mask and reference and section.relative else {}
+        for tensor, code in coded[name].items():
+            scales = coded[name + SCALES] if written.levels else None
+            value = code * scales[tensor] if scales else code.to(layout.dtype)
+            base = _base(reference, layout, name, tensor)
+            if base is not None:
+                value = base + value
+                value = torch.where(masks[tensor] > 0, value, 0.0) if tensor in masks else value
+            message[name][tensor] = value
+    return message
+
+
+def _base(reference: Tree | None, layout: Layout, name: str, tensor: str) -> Tensor | None:
+    """What a tensor is sent as a difference to: the packet's, or of a packet with several models their mean."""
+    section = layout.sections[name]
+    found = (reference or {}).get(name, {}).get(tensor) if section.relative else None
+    if found is None or tuple(found.shape) == section.shapes[tensor]:
+        return found
+    return found.mean(0) if tuple(found.shape[1:]) == section.shapes[tensor] else None
+
+
+def _whole(values: Params, section: Section, levels: int, key: Tensor | None) -> tuple[Params, Params]:
+    """Codes from −levels to levels and their scales, max |x| / levels a unit."""
+    shapes = {tensor: section.scale_shape(tuple(value.shape)) for tensor, value in values.items()}
+    largest = [
+        _largest(value, shape).reshape(-1) for value, shape in zip(values.values(), shapes.values(), strict=True)
+    ]
+    # All tensors in one vector, here and below: arithmetic on one long vector costs less than on many short ones.
+    joint = torch.cat(largest) / levels
+    # Numbers without all their digits: a scale of zero says that the unit has not moved.
+    joint = torch.where(joint < torch.finfo(joint.dtype).tiny, 0.0, joint)
+    scales, steps = _part(joint, shapes), _part(torch.where(joint > 0, joint, 1.0), shapes)
+    ratio = torch.cat([(value / steps[tensor]).reshape(-1) for tensor, value in values.items()])
+    codes = _round(ratio, key).clamp(-levels, levels).to(torch.int8)
+    return _part(codes, {tensor: tuple(value.shape) for tensor, value in values.items()}), scales
+
+
+def _largest(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """max |x| over the dimensions that a scale is for."""
+    if value.numel() == 0:
+        return value.new_zeros(shape)
+    dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
+    return value.abs().amax(dims, keepdim=True) if dims else value.abs()
+
+
+def _round(ratio: Tensor, key: Tensor | None) -> Tensor:
+    """To the nearest whole number or, with a key, to one of the two next to it, such that the mean is exact."""
+    if key is None:
+        return ratio.round()
+    below = ratio.floor()
+    return below + (keys.uniform(key, tuple(ratio.shape), ratio.dtype) < ratio - below)
+
+
+def _floating(value: Tensor, written: Format, key: Tensor | None) -> Tensor:
+    """A floating-point number of fewer digits."""
+    if written.dtype is None or key is None:
+        return value if written.dtype is None else value.to(written.dtype)
+    exponent = torch.frexp(value).exponent.clamp(min=written.lowest)
+    step = torch.ldexp(torch.ones_like(value), exponent - written.digits)
+    return (_round(value / step, key) * step).to(written.dtype)
+
+
+def _part(joint: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
+    """One vector as tensors."""
+    pieces = joint.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
