@@ -12,7 +12,7 @@ from fedprior.keys import Purpose
 from fedprior.simulate.folder import RunFolder
 from fedprior.simulate.run import Settings, build
 from fedprior.simulate.together import Together
-from test_contract import NAMES, Net, Stopped, algorithm, make_task, simulate
+from test_contract import NAMES, Net, Stopped, algorithm, make_task, quick, simulate
 
 WIDE = {"fedavg": "bfloat16/float16", "fedsparse": "float32/int8", "fedmix": "int8/float32"}
 NARROW = ["int8/int4", "int4"]
@@ -99,7 +99,7 @@ def test_resume_is_exact(name, tmp_path: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_learns_from_fewer_bytes(name, precisions):
     task = make_task(torch.float32)
-    chosen = fedprior.algorithm(name, task.network, local_optimiser="SGD(lr=0.2)")
+    chosen = quick(name, task)
     given = {"batch_size": 4, "clients_per_round": 5}
     sim = build(chosen, task.network, task.data, Settings(wire=precisions, **given))
     full = build(chosen, task.network, task.data, Settings(**given)).step(evaluate=False)
