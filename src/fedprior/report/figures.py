@@ -139,7 +139,7 @@ def _panels(
             if field.endswith("accuracy"):
                 _skip_the_start(axes)
             else:
-                axes.set_ylim(0, 1.05 * axes.dataLim.y1 if axes.get_lines() else 1)
+                axes.set_ylim(0, 1.05 * axes.dataLim.y1 if axes.get_lines() and axes.dataLim.y1 > 0 else 1)
         panels[-1].set_xlabel(xlabel)
         panels[-1].set_xlim(left=0)
         panels[-1].locator_params(axis="x", integer=against == "round")

@@ -50,7 +50,7 @@ class Gating(ABC):
         return self.norms(params)
 
     def detached_norms(self, params: Params) -> Tensor:
-        """The same without a gradient, which may then be faster."""
+        """`joint_norms` without a gradient, which may then be faster."""
         return self.joint_norms({name: value.detach() for name, value in params.items()})
 
     def join(self, gates: Gates) -> Tensor:
