@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ from rich.text import Text
 
 from fedprior import commands, runs, sweeps
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
+from fedprior.budget import read_bytes, sparsity_for
 from fedprior.commands import console
+from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, FedpriorError, SettingError
 from fedprior.progress import RunProgress
 from fedprior.repeat import repeat_command
@@ -24,7 +27,8 @@ from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.settings import plain
 from fedprior.simulate import Result, RunFolder, ranks
-from fedprior.tasks import TASKS, task_options
+from fedprior.simulate.run import Settings
+from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
@@ -55,6 +59,15 @@ Wire = Annotated[
         "--wire", help="Precision of messages: float32, float16, bfloat16, int8, int4; or DOWN/UP, as int8/int4."
     ),
 ]
+Sparsity = Annotated[
+    float | None, typer.Option("--sparsity", help="FedSparse for this share of parameters gone, as 0.8; no λ0 needed.")
+]
+MaxParameters = Annotated[
+    int | None, typer.Option("--max-parameters", help="FedSparse for a network of so many parameters at most.")
+]
+Budget = Annotated[
+    str | None, typer.Option("--budget", help="FedSparse for so many bytes in the whole run at most, as 5GiB.")
+]
 Board = Annotated[Path | None, typer.Option("--tensorboard", help="Log to TensorBoard too, in this folder.")]
 
 
@@ -78,10 +91,16 @@ def options(
 @app.command("run")
 def run_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
-    algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedavg",
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fedsparse if asked for a size."),
+    ] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
     clients_per_round: Cohort = None,
+    sparsity: Sparsity = None,
+    max_parameters: MaxParameters = None,
+    budget: Budget = None,
     wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
@@ -91,6 +110,8 @@ def run_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train one algorithm on one task."""
+    size = _size(sparsity, max_parameters, budget)
+    algorithm = algorithm or ("fedsparse" if size or budget else "fedavg")
     folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
     result = _run(
         task,
@@ -101,8 +122,9 @@ def run_command(
         device,
         [folder],
         label,
-        _settings(set_, data_dir, wire),
+        [*_settings(set_, data_dir, wire), *size],
         tensorboard,
+        budget,
     )
     console.print(summary_table([r.summary for r in result]))
     console.print(f"{folder}", soft_wrap=True)
@@ -115,6 +137,9 @@ def compare(
     rounds: Rounds = None,
     seed: Seed = 0,
     clients_per_round: Cohort = None,
+    sparsity: Sparsity = None,
+    max_parameters: MaxParameters = None,
+    budget: Budget = None,
     wire: Wire = None,
     device: Device = "auto",
     data_dir: DataDir = None,
@@ -130,8 +155,9 @@ def compare(
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
     _check_unused([folder])
-    folders, settings = [folder / name for name in names], _settings(set_, data_dir, wire)
-    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard)
+    folders = [folder / name for name in names]
+    settings = [*_settings(set_, data_dir, wire), *_size(sparsity, max_parameters, budget)]
+    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard, budget)
     _conclude([r.summary for r in results], folder)
 
 
@@ -264,6 +290,7 @@ def _run(
     label: str | None,
     set_: list[str],
     tensorboard: Path | None = None,
+    budget: str | None = None,
 ) -> list[Result]:
     """Check everything first, then train one after the other."""
     for_run, for_task, for_algorithms = runs.sort_settings(_pairs(set_), task, names)
@@ -271,17 +298,43 @@ def _run(
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
     _check_unused(folders)
     built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
-    total = runs.run_settings({**built.defaults, **given}, built).rounds
-    chosen = [
-        algorithm(name, built.network, **{**built.algorithms.get(name, {}), **for_algorithms[name]}) for name in names
-    ]
+    settings = runs.run_settings({**built.defaults, **given}, built)
+    own = {name: {**built.algorithms.get(name, {}), **for_algorithms[name]} for name in names}
+    if budget is not None:
+        _stay_within(read_bytes(budget), built, own, settings)
+    chosen = [algorithm(name, built.network, **own[name]) for name in names]
     results = []
     for one, folder in zip(chosen, folders, strict=True):
         board_folder = tensorboard / folder.name if tensorboard else None
-        with RunProgress(console, label or one.name, total) as progress, TensorBoard(board_folder) as board:
+        with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
+
+
+def _size(sparsity: float | None, max_parameters: int | None, budget: str | None) -> list[str]:
+    """The size that was asked for, as settings; a budget becomes one when the rounds are known."""
+    if sum(given is not None for given in (sparsity, max_parameters, budget)) > 1:
+        raise SettingError(
+            "--sparsity, --max-parameters and --budget are three ways to say one thing: give one of them"
+        )
+    asked = {"sparsity": sparsity, "max_parameters": max_parameters}
+    return [f"{name}={value}" for name, value in asked.items() if value is not None]
+
+
+def _stay_within(budget: int, task: Task, own: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
+    able = [name for name in own if "sparsity" in algorithm_settings(name, {})]
+    if not able:
+        raise SettingError(f"--budget is for FedSparse, not for {', '.join(own)}")
+    for name in able:
+        build = partial(_with_sparsity, name, task, own[name])
+        own[name]["sparsity"] = sparsity_for(budget, build, task.network.params(), settings)
+        console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)
+
+
+def _with_sparsity(name: str, task: Task, own: dict[str, Any], sparsity: float) -> Algorithm:
+    return algorithm(name, task.network, **{**own, "sparsity": sparsity})
 
 
 def _check_unused(folders: list[Path]) -> None:

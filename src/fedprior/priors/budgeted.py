@@ -62,6 +62,11 @@ class Budgeted(Prior):
         least, _ = self.gating.floor(everything, everything)
         return 1 - float(self.gating.effective_parameters(least)) / self.gating.parameters
 
+    @property
+    def final_size(self) -> float:
+        """How many parameters there may be in the end."""
+        return (1 - self.sparsity) * self.gating.parameters
+
     # ------------------------------------------------------------------ the density
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift}

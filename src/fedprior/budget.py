@@ -1,0 +1,70 @@
+"""From bytes to a sparsity: what FedSparse must be asked for to stay within a budget."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from fedprior import wire
+from fedprior.em import Algorithm
+from fedprior.errors import SettingError
+from fedprior.priors import Budgeted
+from fedprior.simulate.run import Settings
+from fedprior.trees import Params
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def read_bytes(text: str) -> int:
+    """A number of bytes with its unit.
+
+    >>> read_bytes("5GiB"), read_bytes("1.5 MB")
+    (5368709120, 1500000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]i?|Ki|)B\s*", text)
+    if not match or match[2] not in UNITS:
+        raise SettingError(f"a budget is a number of bytes as in 5GiB or 800MB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def sparsity_for(budget: int, build: Callable[[float], Algorithm], params: Params, settings: Settings) -> float:
+    """The smallest sparsity with which a whole run sends no more than `budget` bytes, in both directions together.
+
+    `build` makes the algorithm for a sparsity. Whole numbers are counted at their full width: the entropy code, whose
+    gain is known only afterwards, makes messages shorter still.
+    """
+    if run_bytes(build(0.0), params, settings) <= budget:
+        return 0.0
+    low, most = 0.0, _prior(build(0.0)).most_sparse()
+    high = most
+    if (least := run_bytes(build(most), params, settings)) > budget:
+        raise SettingError(
+            f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
+            f"{settings.rounds} rounds; have fewer rounds or a coarser --wire"
+        )
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if run_bytes(build(middle), params, settings) <= budget else (middle, high)
+    return round(high, 4) if round(high, 4) >= high else min(most, round(high, 4) + 1e-4)
+
+
+def run_bytes(algorithm: Algorithm, params: Params, settings: Settings) -> int:
+    """What a run would send, round by round until the network has its size, from the first weights."""
+    algorithm = settings.on_wire(algorithm)
+    server, prior = algorithm.init(params), _prior(algorithm)
+    layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
+    total, last = 0, -1
+    for done in range(settings.rounds):
+        server = prior.prune(server)
+        message = {**server, "gates": server["open"]}
+        size = sum(wire.message_bytes(message, layout) for layout in layouts)
+        if size == last and prior.effective_parameters(server) <= prior.final_size:
+            return (total + size * (settings.rounds - done)) * settings.clients_per_round
+        total, last = total + size, size
+    return total * settings.clients_per_round
+
+
+def _prior(algorithm: Algorithm) -> Budgeted:
+    """The prior, which must be one with a budget."""
+    if not isinstance(algorithm.prior, Budgeted):
+        raise SettingError("only FedSparse can be asked for a budget")
+    return algorithm.prior

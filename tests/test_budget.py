@@ -1,0 +1,50 @@
+"""A budget of bytes: the run that was asked for stays within it, and would not with a larger network."""
+
+import pytest
+
+import fedprior
+from fedprior.budget import read_bytes, run_bytes, sparsity_for
+from fedprior.errors import SettingError
+from fedprior.runs import run_settings
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("5GiB", 5 * 2**30), ("800 MB", 800_000_000), ("0.5KiB", 512), ("12B", 12), (".5kB", 500)]
+)
+def test_bytes_are_read_with_their_unit(text, count):
+    assert read_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["5", "GiB", "-1MB", "1e9B", "5 gigabytes", ""])
+def test_what_is_not_a_number_of_bytes_is_refused(text):
+    with pytest.raises(SettingError, match="number of bytes"):
+        read_bytes(text)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8/int4"])
+@pytest.mark.parametrize("name", ["fedsparse", "fedsparse+scaffold", "fedsparse-unstructured"])
+def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, name, precision):
+    task = small_task()
+    settings = run_settings({**task.defaults, "rounds": 30, "wire": precision, "entropy": False}, task)
+    soon = {"dense_rounds": 2, "shrink": 0.3} if name == "fedsparse-unstructured" else {}
+    build = lambda sparsity: fedprior.algorithm(name, task.network, sparsity=sparsity, **soon)  # noqa: E731
+    params = task.network.params()
+    budget = int(0.7 * run_bytes(build(0.0), params, settings))
+    sparsity = sparsity_for(budget, build, params, settings)
+    assert 0 < sparsity < 1
+    assert run_bytes(build(sparsity - 0.05), params, settings) > budget
+    result = fedprior.run(task, build(sparsity), rounds=30, wire=precision, entropy=False)
+    sent = result.summary["bytes_up"] + result.summary["bytes_down"]
+    assert sent <= budget
+    assert sent == pytest.approx(run_bytes(build(sparsity), params, settings), rel=0.02)
+
+
+def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
+    task = small_task()
+    settings = run_settings({**task.defaults, "rounds": 5}, task)
+    build = lambda sparsity: fedprior.algorithm("fedsparse", task.network, sparsity=sparsity)  # noqa: E731
+    assert sparsity_for(10**9, build, task.network.params(), settings) == 0
+    with pytest.raises(SettingError, match="too small"):
+        sparsity_for(10, build, task.network.params(), settings)
+    with pytest.raises(SettingError, match="only FedSparse"):
+        run_bytes(fedprior.algorithm("fedavg", task.network), task.network.params(), settings)
