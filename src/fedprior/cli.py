@@ -13,15 +13,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from fedprior import commands, runs, sweeps
+from fedprior import commands, frontier, runs, sweeps
 from fedprior.algorithms import ALGORITHMS, algorithm, algorithm_settings, entry
 from fedprior.budget import read_bytes, sparsity_for
 from fedprior.commands import console
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, FedpriorError, SettingError
+from fedprior.frontier import BASELINES, SPARSITIES, WIRES
 from fedprior.progress import RunProgress
 from fedprior.repeat import repeat_command
-from fedprior.report import markdown_table, summary_table
+from fedprior.report import markdown_table, pareto, summary_table
+from fedprior.report.figures import NoMatplotlibError, save
 from fedprior.report.tensorboard import TensorBoard
 from fedprior.report.write import write_report
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
@@ -150,7 +152,7 @@ def compare(
     set_: Set = [],  # noqa: B006
 ) -> None:
     """Train several algorithms on one task and print one table."""
-    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    names = _names(algorithms)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
@@ -259,6 +261,46 @@ def reproduce_command(
     reproduce(experiment, read_seeds(seeds), names, folder, given, console, table_only=table_only)
 
 
+@app.command("frontier")
+def frontier_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(f"{s:g}" for s in SPARSITIES),
+    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = ",".join(WIRES),
+    baselines: Annotated[str, typer.Option(help="Algorithms in full precision, or none.")] = ",".join(BASELINES),
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    rounds: Rounds = None,
+    clients_per_round: Cohort = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Accuracy against bytes: FedSparse for every sparsity × precision, beside others, the Pareto front marked.
+
+    Started again with the same --out, finished runs are kept and the others go on.
+    """
+    folder = out or Path("runs") / f"frontier-{task}"
+    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    options = {key: value for key, value in given.items() if value is not None}
+    settings = _pairs(_settings(set_, data_dir))
+    others = [] if baselines == "none" else _names(baselines)
+    specs = frontier.plan(
+        task, _decimals(sparsities), _names(wires), others, _numbers(seeds), settings, folder, options
+    )
+    frontier.train(specs, _watch)
+    points = frontier.read(specs)
+    title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, _numbers(seeds)))}"
+    console.print(pareto.terminal(title, points))
+    (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")
+    paths = [folder / "frontier.md"]
+    try:
+        paths += save(pareto.draw(points), folder, "frontier")
+    except NoMatplotlibError as error:
+        console.print(f"no figure: {error}", highlight=False, markup=False, soft_wrap=True)
+    for path in paths:
+        console.print(f"{path}", soft_wrap=True)
+
+
 @app.command()
 def tasks() -> None:
     """List the tasks."""
@@ -310,6 +352,17 @@ def _run(
             progress.also = board
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _decimals(text: str) -> list[float]:
+    try:
+        return [float(part) for part in _names(text)]
+    except ValueError as error:
+        raise SettingError(f"--sparsities takes numbers separated by commas, got {text!r}") from error
 
 
 def _size(sparsity: float | None, max_parameters: int | None, budget: str | None) -> list[str]:

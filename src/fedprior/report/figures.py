@@ -77,7 +77,7 @@ def total_variation(groups: Sequence[Group], names: Names | None = None) -> "Fig
 
 def partition_picture(partition: Partition) -> "Figure":
     """Class against client: which share of each client's training examples is of which class."""
-    with _style():
+    with figure_style():
         from matplotlib.figure import Figure
 
         shares = partition.train / np.maximum(partition.train.sum(1, keepdims=True), 1)
@@ -104,7 +104,7 @@ def save(figure: "Figure", folder: Path, name: str, formats: Sequence[str] = FOR
     folder.mkdir(parents=True, exist_ok=True)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     paths = [folder / f"{name}.{kind}" for kind in formats]
-    with _style():
+    with figure_style():
         for path, kind in zip(paths, formats, strict=True):
             figure.savefig(path, metadata=undated.get(kind))
     return paths
@@ -122,7 +122,7 @@ def _panels(
     xlabel: str,
 ) -> "Figure":
     """One panel above the other for each field, on the same axis, and one legend over them."""
-    with _style():
+    with figure_style():
         from matplotlib.figure import Figure
 
         looks = _looks(groups, names)
@@ -203,7 +203,7 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
     }
 
 
-def _style() -> Any:
+def figure_style() -> Any:
     """The style as a context; or, in one line, how to get matplotlib."""
     try:
         import matplotlib

@@ -1,0 +1,85 @@
+"""`fedprior frontier`: accuracy against bytes for sparsities × precisions of the wire, beside other algorithms.
+
+Every combination is FedSparse asked for a sparsity with a precision of its messages; runs that differ only in their
+sparsity or seed train together on a GPU.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedprior import runs, sweeps
+from fedprior.algorithms import ALGORITHMS
+from fedprior.errors import SettingError
+from fedprior.report.pareto import Point, points_of
+from fedprior.report.records import Run, group_runs, read_run
+from fedprior.settings import nearest
+from fedprior.wire.precision import Wire
+
+SPARSITIES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95)
+WIRES = ("float32", "int8/int4", "int4")
+BASELINES = ("fedavg", "feddrop", "fedl1")
+
+
+def plan(
+    task: str,
+    sparsities: Sequence[float],
+    wires: Sequence[str],
+    baselines: Sequence[str],
+    seeds: Sequence[int],
+    settings: Mapping[str, str],
+    out: Path,
+    options: Mapping[str, Any],
+) -> list[sweeps.Spec]:
+    """One spec for each combination and seed, and one a baseline and seed in full precision.
+
+    `settings` are as with `--set`; those of an algorithm reach the ones that know them.
+    """
+    _check(sparsities, wires, baselines, settings)
+    for_run, for_task, for_algorithms = runs.sort_settings(settings, task, ["fedsparse", *baselines])
+    common = sweeps.Spec(task, "fedsparse", out, run={**options, **for_run}, task_options=for_task)
+    specs = []
+    for seed in seeds:
+        for name in baselines:
+            folder = out / name / f"seed-{seed}"
+            own = for_algorithms[name]
+            specs.append(replace(common, algorithm=name, out=folder, seed=seed, label=name, algorithm_settings=own))
+        for precision in wires:
+            for sparsity in sparsities:
+                label = f"{100 * sparsity:g}% sparse, {precision}"
+                folder = out / f"{precision.replace('/', '_')}-{sparsity:g}" / f"seed-{seed}"
+                own = {**for_algorithms["fedsparse"], "sparsity": sparsity}
+                run = {**common.run, "wire": precision}
+                specs.append(replace(common, out=folder, seed=seed, label=label, run=run, algorithm_settings=own))
+    return specs
+
+
+def _check(
+    sparsities: Sequence[float], wires: Sequence[str], baselines: Sequence[str], settings: Mapping[str, str]
+) -> None:
+    for precision in wires:
+        Wire.of(precision)
+    for sparsity in sparsities:
+        if not 0 <= sparsity < 1:
+            raise SettingError(f"a sparsity must be at least 0 and below 1, got {sparsity}")
+    for name in baselines:
+        if name not in ALGORITHMS:
+            raise nearest(name, ALGORITHMS, "algorithm")
+    for name in ("sparsity", "max_parameters", "wire", "seed"):
+        if name in settings:
+            raise SettingError(f"{name} is what a frontier is drawn over: give it with its own option, not with --set")
+    for given in (sparsities, wires, baselines):
+        if len(set(given)) < len(given):
+            raise SettingError(f"{', '.join(map(str, given))} names something twice")
+
+
+def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> None:
+    """Make the runs that are missing; a run that diverges has no point."""
+    sweeps.train(sweeps.unfinished(specs), watch)
+
+
+def read(specs: Sequence[sweeps.Spec]) -> list[Point]:
+    """The points of the runs that are finished, in the order of the specs."""
+    found = [read_run(spec.out) for spec in specs]
+    return points_of(group_runs(run for run in found if isinstance(run, Run) and run.finished))

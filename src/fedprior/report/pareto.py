@@ -1,0 +1,123 @@
+"""Accuracy against bytes, a point a label: which are on the front, as a table and as a figure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from fedprior.report.figures import COLOURS, COLUMN, figure_style
+from fedprior.report.records import Estimate, Group
+from fedprior.report.table import markdown_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADER = ("run", "global %", "local %", "GiB", "sparsity %", "seeds", "front")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The runs of one label over their seeds."""
+
+    label: str
+    family: str
+    """What a figure gives one colour: the precision of FedSparse's messages, or another algorithm."""
+    gib: Estimate
+    global_accuracy: Estimate
+    local_accuracy: Estimate
+    sparsity: Estimate
+    best: bool = False
+    """On the Pareto front: no other point has fewer bytes and a higher global accuracy."""
+
+
+def points_of(groups: Sequence[Group]) -> list[Point]:
+    """One point a group, the front marked."""
+    points = [
+        Point(
+            group.label,
+            _family(group),
+            group.final("gib"),
+            group.final("global_accuracy"),
+            group.final("local_accuracy"),
+            group.final("sparsity"),
+        )
+        for group in groups
+    ]
+    return [replace(point, best=not any(_beats(other, point) for other in points)) for point in points]
+
+
+def _family(group: Group) -> str:
+    config = group.runs[0].config["run"]
+    return f"FedSparse, {config.get('wire', 'float32')}" if config["algorithm"] == "fedsparse" else group.label
+
+
+def _beats(one: Point, other: Point) -> bool:
+    """At least as good in both, and better in one."""
+    fewer, more = one.gib.mean <= other.gib.mean, one.global_accuracy.mean >= other.global_accuracy.mean
+    same = (one.gib.mean, one.global_accuracy.mean) == (other.gib.mean, other.global_accuracy.mean)
+    return fewer and more and not same
+
+
+def _cells(point: Point) -> list[str]:
+    def percent(value: Estimate) -> str:
+        return f"{100 * value.mean:.1f}" + (f" ± {100 * value.error:.1f}" if value.count > 1 else "")
+
+    numbers = [percent(point.global_accuracy), percent(point.local_accuracy), f"{point.gib.mean:.3g}"]
+    mark = "*" if point.best else ""
+    return [point.label, *numbers, f"{100 * point.sparsity.mean:.1f}", str(point.gib.count), mark]
+
+
+def terminal(title: str, points: Sequence[Point]) -> Table:
+    """The points by their bytes."""
+    table = Table(HEADER[0], title=title, title_justify="left", title_style="bold", box=None)
+    for name in HEADER[1:]:
+        table.add_column(name, justify="right")
+    for point in _by_bytes(points):
+        table.add_row(*_cells(point), style="bold" if point.best else None)
+    return table
+
+
+def markdown(title: str, points: Sequence[Point]) -> str:
+    """The same for a document."""
+    return f"{title}\n\n{markdown_lines(HEADER, [_cells(point) for point in _by_bytes(points)])}"
+
+
+def _by_bytes(points: Sequence[Point]) -> list[Point]:
+    return sorted(points, key=lambda point: point.gib.mean)
+
+
+def draw(points: Sequence[Point]) -> "Figure":
+    """Global accuracy above local accuracy, against total GiB on a logarithmic axis, the front as a line."""
+    with figure_style():
+        from matplotlib.figure import Figure
+
+        families = list(dict.fromkeys(point.family for point in points))
+        figure = Figure((1.5 * COLUMN, 4.6), layout="constrained")
+        panels = figure.subplots(2, 1, sharex=True)
+        for axes, kind in zip(panels, ("global", "local"), strict=True):
+            for number, family in enumerate(families):
+                chosen = [point for point in _by_bytes(points) if point.family == family]
+                values = [getattr(point, f"{kind}_accuracy") for point in chosen]
+                axes.errorbar(
+                    [point.gib.mean for point in chosen],
+                    [100 * value.mean for value in values],
+                    [100 * value.error if value.count > 1 else 0.0 for value in values],
+                    fmt="o" if family.startswith("FedSparse") else "s",
+                    markersize=4,
+                    color=COLOURS[number % len(COLOURS)],
+                    label=family,
+                )
+            axes.set_ylabel(f"{kind} accuracy (%)")
+        front = [point for point in _by_bytes(points) if point.best]
+        panels[0].plot(
+            [point.gib.mean for point in front],
+            [100 * point.global_accuracy.mean for point in front],
+            color="#999999",
+            linewidth=0.9,
+            zorder=0,
+            label="front",
+        )
+        panels[1].set(xscale="log", xlabel="GiB communicated in the whole run")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    return figure
