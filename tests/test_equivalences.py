@@ -10,7 +10,7 @@ from fedprior.em import Algorithm
 from fedprior.keys import Purpose
 from fedprior.optimisers import Optimiser
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
-from fedprior.simulate.batches import Schedule, client_batches
+from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.tasks import Task
 from fedprior.units import UnitGating, find_structure
 
@@ -74,7 +74,7 @@ def test_fedprox_is_the_gaussian_prior_with_that_precision() -> None:
         model = make_task().network.module
         start = [p.detach().clone() for p in model.parameters()]
         key = keys.fold(keys.fold(round_key, client), Purpose.BATCHES)
-        for batch in client_batches(task.data, client, Schedule(4), key):
+        for batch in ClientBatches(task.data, client, Schedule(4), key):
             model.zero_grad()
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()
             with torch.no_grad():

@@ -19,7 +19,7 @@ from fedprior.errors import DataError, RunError, SettingError
 from fedprior.keys import Purpose
 from fedprior.models import Ensemble
 from fedprior.simulate import Result, RunFolder, Simulation, checkpoint
-from fedprior.simulate.batches import client_batches
+from fedprior.simulate.batches import ClientBatches
 from fedprior.simulate.run import build
 from fedprior.simulate.server import final_model
 from fedprior.tasks import Task
@@ -92,7 +92,7 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     layout = algorithm.downlink(server)
     packet = wire.restore(algorithm.pack(spoken, layout), layout)
     memory = sim.memory.get(client, algorithm.correction.remember(sim.network.params()))
-    batches = client_batches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
+    batches = ClientBatches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
     step = e_step(algorithm, sim.network, packet, batches, client_key, memory)
     module = copy.deepcopy(sim.network.module)
     module.load_state_dict(prior.realise(step.upload, packet), strict=False)

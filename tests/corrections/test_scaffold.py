@@ -10,7 +10,7 @@ from fedprior import keys
 from fedprior.data.embedded import mnist_mini
 from fedprior.keys import Purpose
 from fedprior.models import LogisticRegression
-from fedprior.simulate.batches import Schedule, client_batches
+from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.tasks import Task
 
 
@@ -35,7 +35,7 @@ def naive_scaffold(rounds: int, lr: float) -> tuple[list[torch.Tensor], list[tor
         for i in cohort:
             for p, value in zip(model.parameters(), x, strict=True):
                 p.data = value.clone()
-            batches = client_batches(task.data, i, Schedule(4), keys.fold(keys.fold(key, i), Purpose.BATCHES))
+            batches = ClientBatches(task.data, i, Schedule(4), keys.fold(keys.fold(key, i), Purpose.BATCHES))
             for batch in batches:
                 model.zero_grad()
                 nn.functional.cross_entropy(model(batch.x), batch.y).backward()

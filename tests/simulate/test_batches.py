@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprior import FederatedData, keys
-from fedprior.simulate.batches import CohortBatches, Places, Plan, Schedule, client_batches
+from fedprior.simulate.batches import ClientBatches, CohortBatches, Places, Plan, Schedule
 
 sizes_of_clients = st.lists(st.integers(1, 13), min_size=1, max_size=4)
 quick = settings(max_examples=40, deadline=None)
@@ -25,11 +25,11 @@ def numbered(sizes: list[int]) -> FederatedData:
 def test_every_epoch_visits_every_example_of_the_client_once(sizes, width, epochs, seed):
     data = numbered(sizes)
     for client, size in enumerate(sizes):
-        batches = client_batches(data, client, Schedule(width, epochs), keys.key(seed))
+        batches = ClientBatches(data, client, Schedule(width, epochs), keys.key(seed))
         per_epoch = (size + width - 1) // width
         assert len(batches) == epochs * per_epoch
         for epoch in range(epochs):
-            passes = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
+            passes = [batches[step] for step in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
             assert all(len(b.x) == width for b in passes[:-1])
             seen = Counter(torch.cat([b.x for b in passes]).tolist())
             assert seen == Counter(range(sum(sizes[:client]), sum(sizes[: client + 1])))
@@ -39,7 +39,7 @@ def test_every_epoch_visits_every_example_of_the_client_once(sizes, width, epoch
 def test_epochs_and_clients_and_seeds_differ_in_their_order():
     data = numbered([40, 40])
     orders = [
-        tuple(b.x.int().tolist()[0] % 40 for b in client_batches(data, client, Schedule(1, 2), keys.fold(key, client)))
+        tuple(b.x.int().tolist()[0] % 40 for b in ClientBatches(data, client, Schedule(1, 2), keys.fold(key, client)))
         for client in (0, 1)
         for key in (keys.key(0), keys.key(1))
     ]
@@ -52,7 +52,7 @@ def test_epochs_and_clients_and_seeds_differ_in_their_order():
 def test_local_steps_cycle_through_the_client_again_and_again(sizes, width, steps, seed):
     data = numbered(sizes)
     for client, size in enumerate(sizes):
-        batches = client_batches(data, client, Schedule(width, steps=steps), keys.key(seed))
+        batches = ClientBatches(data, client, Schedule(width, steps=steps), keys.key(seed))
         assert len(batches) == steps
         drawn = torch.cat([b.x for b in batches]).tolist()
         for start in range(0, len(drawn), size):
@@ -74,7 +74,7 @@ def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epoch
     clients = list(reversed(range(len(sizes))))
     client_keys = keys.fold(keys.key(seed), torch.tensor(clients))
     together = cohort_batches(data, clients, schedule, client_keys)
-    alone = [client_batches(data, client, schedule, client_keys[i]) for i, client in enumerate(clients)]
+    alone = [ClientBatches(data, client, schedule, client_keys[i]) for i, client in enumerate(clients)]
     assert len(together) == max(len(batches) for batches in alone)
     for step in range(len(together)):
         batch = together[step]

@@ -14,7 +14,7 @@ import fedprior
 from fedprior import ALGORITHMS, keys, trees
 from fedprior.data.federated import Shards
 from fedprior.keys import Purpose
-from fedprior.simulate.batches import Schedule, client_batches
+from fedprior.simulate.batches import ClientBatches, Schedule
 
 HEADER = 24
 """Bytes before the payload, as wire/codec.py's docstring lists them: 4 + 1 + 1 + 2 + 8 + 4 + 4."""
@@ -71,7 +71,7 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
             batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
             local = copy.deepcopy(server).train()
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1, momentum=momentum)
-            for batch in client_batches(task.data, client, Schedule(4, epochs), batch_key):
+            for batch in ClientBatches(task.data, client, Schedule(4, epochs), batch_key):
                 optimiser.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 optimiser.step()
@@ -96,7 +96,7 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
             batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
             local = copy.deepcopy(server)
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1)
-            for batch in client_batches(task.data, client, Schedule(4, 2), batch_key):
+            for batch in ClientBatches(task.data, client, Schedule(4, 2), batch_key):
                 optimiser.zero_grad()
                 pairs = zip(local.parameters(), server.parameters(), strict=True)
                 drift = sum((mine - yours.detach()).square().sum() for mine, yours in pairs)

@@ -18,7 +18,7 @@ from fedprior.flower.memory import Memory
 from fedprior.keys import Purpose
 from fedprior.metrics import accuracy_count, disagreement
 from fedprior.network import Network
-from fedprior.simulate.batches import client_batches
+from fedprior.simulate.batches import ClientBatches
 from fedprior.simulate.server import floored
 
 
@@ -79,7 +79,7 @@ class Node:
         memory = Memory(self.folder, order.run, self.client, algorithm.correction.remember(self.network.params()))
         remembered = trees.tree_map(_channels_last, memory.recall(order.accepted))
         key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
-        batches = client_batches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
+        batches = ClientBatches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
         step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up)
         if not bool(step.loss.isfinite()):
             raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")

@@ -28,18 +28,28 @@ class Schedule:
         return self.steps if self.steps is not None else self.epochs * self.per_epoch(size)
 
 
-def client_batches(data: FederatedData, client: int, schedule: Schedule, key: Tensor) -> list[Batch]:
-    """One client's batches, each as long as it is."""
-    rows, size = data.train[client], data.train.size(client)
-    per_epoch, width = schedule.per_epoch(size), schedule.batch_size
-    batches, order = [], rows
-    for step in range(schedule.total(size)):
-        epoch, place = divmod(step, per_epoch)
-        if place == 0:
-            order = rows[keys.permutation(keys.fold(key, epoch), size, size).to(rows.device)]
-        chosen = order[place * width : (place + 1) * width]
-        batches.append(Batch(data.x[chosen].to(key.device), data.y[chosen].to(key.device), None, None))
-    return batches
+class ClientBatches:
+    """One client's batches, each as long as it is, gathered when it is asked for."""
+
+    def __init__(self, data: FederatedData, client: int, schedule: Schedule, key: Tensor) -> None:
+        self.data, self.schedule, self.key = data, schedule, key
+        self.rows, self.size = data.train[client], data.train.size(client)
+        self.epoch, self.order = -1, self.rows
+
+    def __len__(self) -> int:
+        return self.schedule.total(self.size)
+
+    def __getitem__(self, step: int) -> Batch:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        epoch, place = divmod(step, self.schedule.per_epoch(self.size))
+        if epoch != self.epoch:
+            drawn = keys.permutation(keys.fold(self.key, epoch), self.size, self.size)
+            self.epoch, self.order = epoch, self.rows[drawn.to(self.rows.device)]
+        width = self.schedule.batch_size
+        chosen = self.order[place * width : (place + 1) * width]
+        device = self.key.device
+        return Batch(self.data.x[chosen].to(device), self.data.y[chosen].to(device), None, None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fedprior.metrics import accuracy_count
 from fedprior.network import Network
 from fedprior.simulate import ranks
 from fedprior.simulate.attack import Attack
-from fedprior.simulate.batches import Schedule, client_batches
+from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.trees import Tree
 from fedprior.wire import Layout
 from fedprior.workers import Workers
@@ -61,7 +61,7 @@ def in_turn(
         position = places[place]
         client = cohort.clients[position]
         client_key = keys.fold(key, client)
-        batches = client_batches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
+        batches = ClientBatches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
         packet, memory = trees.tree_map(_channels_last, trees.row((cohort.packets, cohort.memory), position))
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper, uplink=cohort.uplink)
