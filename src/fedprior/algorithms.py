@@ -134,10 +134,12 @@ def spike_slab(
         sparsity = _at_most(max_parameters, sparsity, gating)
     if sparsity is not None:
         # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
-        dense, rate = (0, 1.0) if structured else (20, 0.05)
-        dense, rate = dense if dense_rounds is None else dense_rounds, rate if shrink is None else shrink
+        dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
+        rate = (0.05 if dense else 1.0) if shrink is None else shrink
         budgeted = Budgeted(gating, sparsity, precision, dense, rate)
         return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold)
+    if shrink is not None:
+        raise SettingError("shrink is for FedSparse asked for a sparsity; without one there is λ₀")
     prior = SpikeSlab(
         gating=gating,
         lambda0=lambda0,

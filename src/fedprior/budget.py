@@ -1,5 +1,6 @@
 """From bytes to a sparsity: what FedSparse must be asked for to stay within a budget."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,7 @@ def sparsity_for(budget: int, build: Callable[[float], Algorithm], params: Param
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (low, middle) if run_bytes(build(middle), params, settings) <= budget else (middle, high)
-    return round(high, 4) if round(high, 4) >= high else min(most, round(high, 4) + 1e-4)
+    return min(most, math.ceil(1e4 * high) / 1e4)
 
 
 def run_bytes(algorithm: Algorithm, params: Params, settings: Settings) -> int:
@@ -57,7 +58,7 @@ def run_bytes(algorithm: Algorithm, params: Params, settings: Settings) -> int:
         server = prior.prune(server)
         message = {**server, "gates": server["open"]}
         size = sum(wire.message_bytes(message, layout) for layout in layouts)
-        if size == last and prior.effective_parameters(server) <= prior.final_size:
+        if size == last and prior.settled(done + 1):
             return (total + size * (settings.rounds - done)) * settings.clients_per_round
         total, last = total + size, size
     return total * settings.clients_per_round

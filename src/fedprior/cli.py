@@ -188,18 +188,21 @@ def sweep(
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, _numbers(seeds), _pairs(_settings(set_, data_dir, wire)), chosen, options)
     left = sweeps.unfinished(specs)
-    outcomes = sweeps.train(left, _watch)
-    for spec, outcome in zip(left, outcomes, strict=True):
+    _name_diverged(list(zip(left, sweeps.train(left, _watch), strict=True)))
+    summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
+    if not summaries:
+        raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
+    _conclude(summaries, chosen)
+
+
+def _name_diverged(outcomes: list[tuple[sweeps.Spec, sweeps.Outcome]]) -> None:
+    for spec, outcome in outcomes:
         if isinstance(outcome, DivergedError):
             errors.print(
                 f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {escape(str(outcome))}",
                 highlight=False,
                 soft_wrap=True,
             )
-    summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
-    if not summaries:
-        raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
-    _conclude(summaries, chosen)
 
 
 def _conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
@@ -287,8 +290,12 @@ def frontier_command(
     specs = frontier.plan(
         task, _decimals(sparsities), _names(wires), others, _numbers(seeds), settings, folder, options
     )
-    frontier.train(specs, _watch)
+    _name_diverged(frontier.train(specs, _watch))
+    if not ranks.first():
+        return
     points = frontier.read(specs)
+    if not points:
+        raise DivergedError("every run of the frontier diverged; lower the learning rates, and choose another --out")
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, _numbers(seeds)))}"
     console.print(pareto.terminal(title, points))
     (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")
@@ -381,6 +388,8 @@ def _stay_within(budget: int, task: Task, own: dict[str, dict[str, Any]], settin
     if not able:
         raise SettingError(f"--budget is for FedSparse, not for {', '.join(own)}")
     for name in able:
+        if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
+            raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
         build = partial(_with_sparsity, name, task, own[name])
         own[name]["sparsity"] = sparsity_for(budget, build, task.network.params(), settings)
         console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)

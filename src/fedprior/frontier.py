@@ -69,14 +69,17 @@ def _check(
     for name in ("sparsity", "max_parameters", "wire", "seed"):
         if name in settings:
             raise SettingError(f"{name} is what a frontier is drawn over: give it with its own option, not with --set")
+    if not (sparsities and wires) and not baselines:
+        raise SettingError("there is nothing to draw: name sparsities and wires, or baselines")
     for given in (sparsities, wires, baselines):
         if len(set(given)) < len(given):
             raise SettingError(f"{', '.join(map(str, given))} names something twice")
 
 
-def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> None:
-    """Make the runs that are missing; a run that diverges has no point."""
-    sweeps.train(sweeps.unfinished(specs), watch)
+def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> list[tuple[sweeps.Spec, sweeps.Outcome]]:
+    """Make the runs that are missing, and say what became of them; a run that diverges has no point."""
+    left = sweeps.unfinished(specs)
+    return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
 def read(specs: Sequence[sweeps.Spec]) -> list[Point]:

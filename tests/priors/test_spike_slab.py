@@ -371,3 +371,16 @@ def test_momentum_does_not_revive_what_was_pruned() -> None:
     alive = {**pruned, "weights": prior.gating.prune(drifted["weights"], pruned["open"])}
     torch.testing.assert_close(prior.gates(again)["conv2"], prior.gates(alive)["conv2"], rtol=0, atol=1e-9)
     assert not torch.equal(prior.gates(again)["conv2"], theta_before)
+
+
+def test_the_server_does_not_move_what_no_client_moved() -> None:
+    """Not even by the last bit, of which Adam would make a step: a mean of equal numbers need not equal them."""
+    module = LeNet5(1, 28, 10)
+    gating = UnitGating(find_structure(module, torch.zeros(1, 28, 28)))
+    prior = SpikeSlab(gating)
+    params = {name: value.detach() for name, value in module.named_parameters()}
+    server = prior.init(params)
+    upload = {"weights": params, "gates": gating.all_open(params)}
+    for count in (3, 7, 10):
+        found = prior.slope(stack([upload] * count), server)["weights"]
+        assert all(bool((value == 0).all()) for value in found.values())

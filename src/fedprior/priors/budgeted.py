@@ -13,6 +13,7 @@ with the price μ, the dual variable of the budget, as small as the budget allow
 says where the price stands, and units of any scale, from any initialisation, are compared within their own layer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,8 +47,9 @@ class Budgeted(Prior):
     def __post_init__(self) -> None:
         most = self.most_sparse()
         if not 0 <= self.sparsity <= most:
+            bound = math.floor(1e4 * most) / 1e4
             raise SettingError(
-                f"sparsity must lie between 0 and {most:.4f}, which leaves each layer its floor of units"
+                f"sparsity must lie between 0 and {bound:.4f}, which leaves each layer its floor of units"
             )
         if not self.precision >= 0:
             raise SettingError(f"precision must be at least 0, got {self.precision}")
@@ -67,6 +69,11 @@ class Budgeted(Prior):
         """How many parameters there may be in the end."""
         return (1 - self.sparsity) * self.gating.parameters
 
+    def settled(self, round_number: int) -> bool:
+        """Whether the goal of a round is that of all later ones."""
+        goal = (1 - self.shrink) ** max(0, round_number - self.dense_rounds)
+        return goal <= 1 - self.sparsity
+
     # ------------------------------------------------------------------ the density
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift}
@@ -82,7 +89,25 @@ class Budgeted(Prior):
     # ------------------------------------------------------------------ the server
     def init(self, params: Params) -> Tree:
         gates = self.gating.all_open(params)
-        return {"weights": params, "open": gates, "age": {"rounds": next(iter(gates.values())).new_zeros(())}}
+        if self.dense_rounds == 0 and self.shrink == 1:
+            gates = self._at_once(params, gates)
+        weights = self.gating.prune(params, gates)
+        return {"weights": weights, "open": gates, "age": {"rounds": next(iter(gates.values())).new_zeros(())}}
+
+    def _at_once(self, weights: Params, gates: Gates) -> Gates:
+        """Close what is to go before the first round, a tenth of the network at a time.
+
+        With every unit that goes those that stay have a larger share, so that no layer is emptied before the others are
+        touched.
+        """
+        size = float(self.gating.effective_parameters(gates))
+        while size > self.final_size:
+            goal = torch.tensor(max(self.final_size, 0.9 * size), dtype=torch.float64)
+            gates, _ = self.assign(self.gating.prune(weights, gates), gates, goal.to(next(iter(gates.values())).device))
+            before, size = size, float(self.gating.effective_parameters(gates))
+            if size == before:  # what is left is the floor's
+                break
+        return gates
 
     def prune(self, server: Tree) -> Tree:
         """Assign the gates of the next round, and take what they close out of the weights."""
@@ -107,16 +132,22 @@ class Budgeted(Prior):
         costs, size = torch.func.grad_and_value(self.gating.effective_parameters)(gates)
         cost, is_open = self.gating.join(costs), self.gating.join(gates) > 0
         worth = self.gating.join(self.shares(weights)) ** 2 / cost.clamp(min=1)
-        worth = torch.where(is_open, worth, torch.inf)
+        # The floor's units are not for sale: closed and opened again, they would be counted as gone.
+        scores = self.gating.part(torch.where(is_open, worth, -1.0))
+        kept, _ = self.gating.floor({layer: torch.zeros_like(gate) for layer, gate in gates.items()}, scores)
+        worth = torch.where(is_open & (self.gating.join(kept) == 0), worth, torch.inf)
         order = worth.argsort()
         gone = torch.where(is_open, cost, 0.0)[order].double()
         closes = gone.cumsum(0) - gone < size - goal
-        kept = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
-        return self.gating.floor(self.gating.part(kept), self.gating.part(torch.where(is_open, worth, -1.0)))
+        left = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
+        return self.gating.floor(self.gating.part(torch.maximum(left, self.gating.join(kept) * is_open)), scores)
 
     def shares(self, weights: Params) -> Gates:
         """The share that every unit has in the strength of its layer."""
-        return {layer: s / s.sum().clamp(min=1e-30) for layer, s in self.gating.strengths(weights).items()}
+        strengths = self.gating.strengths(weights)
+        # A layer that nothing is heard of yet, such as one before a head of zeros: its units are alike.
+        heard = {layer: torch.where(s.sum() > 0, s, torch.ones_like(s)) for layer, s in strengths.items()}
+        return {layer: s / s.sum() for layer, s in heard.items()}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {"weights": server["weights"], "gates": server["open"]}

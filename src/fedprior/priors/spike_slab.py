@@ -229,7 +229,8 @@ class SpikeSlab(Prior):
         weights = {}
         for name, values in uploads["weights"].items():
             w = server["weights"][name]
-            weights[name] = (w * sent[name].mean(0) if name in sent else w) - values.mean(0)
+            # Difference first: a mean of equal numbers need not equal them, and Adam makes much of the last bit.
+            weights[name] = ((w * sent[name] if name in sent else w) - values).mean(0)
         v = self.gating.join(server["thresholds"])
         z = torch.func.vmap(self.gating.join)(uploads["gates"]).mean(0)
         thresholds = (z - self._logits(server, None)[1]) * v.sigmoid() / self.temperature

@@ -205,7 +205,10 @@ class UnitGating(Gating):
             squares = params[reader.parameter].square().transpose(0, 1).flatten(1).sum(1)
             for source in reader.sources:
                 if self.axes.get(source) == 0:
-                    heard[source] = heard.get(source, 0.0) + squares.unflatten(0, (-1, reader.repeat)).sum(1)
+                    read = squares.unflatten(0, (-1, reader.repeat)).sum(1)
+                    # A single channel that is added to many is read wherever they are.
+                    read = read.sum(0, keepdim=True) if self.gate_shapes[source] == (1,) else read
+                    heard[source] = heard.get(source, 0.0) + read
         norms = self.norms(params)
         return {layer: norm * heard[layer].sqrt() if layer in heard else norm for layer, norm in norms.items()}
 
