@@ -20,7 +20,7 @@ class OneGroup:
     def __init__(self, label: str, gib: float, accuracy: float) -> None:
         self.label, self.values = label, {"gib": gib, "global_accuracy": accuracy}
         self.runs = [self]
-        self.config = {"run": {"algorithm": "fedsparse", "wire": "int4"}}
+        self.config = {"run": {"wire": "int4"}, "algorithm": {"sparsity": 0.5}}
 
     def final(self, name: str) -> Estimate:
         return Estimate(self.values.get(name, 0.5), 0.01, 3)

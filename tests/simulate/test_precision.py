@@ -46,7 +46,7 @@ def test_vectorised_equals_in_turn(name, precisions):
         assert a.keys() == b.keys()
         for key, value in a.items():
             exact = isinstance(value, (list, int))
-            if key == "bytes_up" and "scaffold" in name:
+            if key == "bytes_up" and name == "fedsparse+scaffold, asked":
                 # A change of c that is zero here is 1e-17 there, and then its row has a scale and codes.
                 assert value == pytest.approx(b[key], rel=0.01)
                 continue

@@ -14,23 +14,19 @@ says where the price stands, and units of any scale, from any initialisation, ar
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedprior.errors import SettingError
-from fedprior.priors.base import Prior, Term
-from fedprior.priors.gated import gated_layout, gated_mean
-from fedprior.priors.gaussian import squared_distance
+from fedprior.priors.gated import GlobalGates
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.wire import Layout
 
 
 @dataclass(frozen=True)
-class Budgeted(Prior):
+class Budgeted(GlobalGates):
     """Gates that the server assigns, so many that the asked share of parameters is gone."""
 
     gating: Gating
@@ -73,18 +69,6 @@ class Budgeted(Prior):
         """Whether the goal of a round is that of all later ones."""
         goal = (1 - self.shrink) ** max(0, round_number - self.dense_rounds)
         return goal <= 1 - self.sparsity
-
-    # ------------------------------------------------------------------ the density
-    def terms(self) -> Mapping[str, Term]:
-        return {"drift": self.drift}
-
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
-        """−½ Σ_j z_j (φ_j − w_j)²."""
-        mask = self.gating.mask(assignment["gates"])
-        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
-
-    def temper(self) -> Mapping[str, float]:
-        return {"drift": self.precision}
 
     # ------------------------------------------------------------------ the server
     def init(self, params: Params) -> Tree:
@@ -152,32 +136,9 @@ class Budgeted(Prior):
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {"weights": server["weights"], "gates": server["open"]}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        return {**server, "weights": gated_mean(self.gating, assignments, server)}
-
     def predict(self, server: Tree) -> Params:
         weights = self.gating.prune(server["weights"], server["open"])
         return {name: value.unsqueeze(0) for name, value in weights.items()}
-
-    # ------------------------------------------------------------------ the client
-    def expect(self, local: Tree, packet: Tree) -> Tree:
-        return {"weights": local["weights"], "gates": packet["gates"]}
-
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
-        return self.gating.apply(expected["weights"], packet["gates"])
-
-    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
-        return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
-
-    # ------------------------------------------------------------------ the wire
-    def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
-    def support(self, gates: Gates) -> Params:
-        return self.gating.mask(gates)
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedprior.errors import SettingError
-from fedprior.priors.base import Prior, Term
-from fedprior.priors.gated import gated_layout, gated_mean, joint_draws
-from fedprior.priors.gaussian import squared_distance
+from fedprior.priors.gated import GlobalGates, joint_draws
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.wire import Layout
 
 
 @dataclass(frozen=True)
-class FixedGates(Prior):
+class FixedGates(GlobalGates):
     """Bern(1 − rate) gates, one rate a layer, drawn anew for each client and round."""
 
     gating: Gating
@@ -35,17 +32,6 @@ class FixedGates(Prior):
             if not 0 <= rate < 1:
                 raise SettingError(f"the dropout rate of {layer} must be at least 0 and below 1, got {rate}")
 
-    def terms(self) -> Mapping[str, Term]:
-        return {"drift": self.drift}
-
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
-        """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
-        mask = self.gating.mask(assignment["gates"])
-        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
-
-    def temper(self) -> Mapping[str, float]:
-        return {"drift": self.precision}
-
     def init(self, params: Params) -> Tree:
         return {"weights": params}
 
@@ -59,27 +45,9 @@ class FixedGates(Prior):
         draws = self.gating.part(joint_draws(self.gating, key, next(iter(like.values())).dtype))
         return {layer: (u >= self.rates[layer]).to(u.dtype) for layer, u in draws.items()}, draws
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        return {**server, "weights": gated_mean(self.gating, assignments, server)}
-
     def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
         if not self.noise:
-            return self.gating.apply(expected["weights"], packet["gates"])
+            return super().relax(expected, packet, key)
         drawn, _ = self._draw(expected["weights"], key)
         kept = {layer: packet["gates"][layer] * gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
         return self.gating.apply(expected["weights"], kept)
-
-    def expect(self, local: Tree, packet: Tree) -> Tree:
-        return {"weights": local["weights"], "gates": packet["gates"]}
-
-    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
-        return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
-
-    def support(self, gates: Gates) -> Params:
-        return self.gating.mask(gates)
-
-    def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)

@@ -1,10 +1,14 @@
 """What the priors with gates share."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from fedprior import keys
-from fedprior.trees import Params, Tree
+from fedprior.priors.base import Prior, Term
+from fedprior.priors.gaussian import squared_distance
+from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
 
@@ -38,3 +42,42 @@ def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layo
 def joint_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Tensor:
     """One uniform number a gate, all layers in one vector."""
     return keys.uniform(key, (sum(torch.Size(shape).numel() for shape in gating.gate_shapes.values()),), dtype)
+
+
+class GlobalGates(Prior):
+    """Gates that the server decides and a client takes as they are: φ | z = 1 ~ N(w, 1/λ), φ | z = 0 = 0."""
+
+    gating: Gating
+    precision: float
+
+    def terms(self) -> Mapping[str, Term]:
+        return {"drift": self.drift}
+
+    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+        """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
+        mask = self.gating.mask(assignment["gates"])
+        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+
+    def temper(self) -> Mapping[str, float]:
+        return {"drift": self.precision}
+
+    def solve(self, assignments: Tree, server: Tree) -> Tree:
+        return {**server, "weights": gated_mean(self.gating, assignments, server)}
+
+    def expect(self, local: Tree, packet: Tree) -> Tree:
+        return {"weights": local["weights"], "gates": packet["gates"]}
+
+    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+        return self.gating.apply(expected["weights"], packet["gates"])
+
+    def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
+        return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
+
+    def downlink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def uplink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)

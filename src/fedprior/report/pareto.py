@@ -48,8 +48,10 @@ def points_of(groups: Sequence[Group]) -> list[Point]:
 
 
 def _family(group: Group) -> str:
-    config = group.runs[0].config["run"]
-    return f"FedSparse, {config.get('wire', 'float32')}" if config["algorithm"] == "fedsparse" else group.label
+    """Runs that were asked for a sparsity belong together by the precision of their messages."""
+    config = group.runs[0].config
+    asked = config["algorithm"].get("sparsity", "none") != "none"
+    return f"FedSparse, {config['run'].get('wire', 'float32')}" if asked else group.label
 
 
 def _beats(one: Point, other: Point) -> bool:
