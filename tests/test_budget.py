@@ -29,22 +29,26 @@ def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, n
     soon = {"dense_rounds": 2, "shrink": 0.3} if name == "fedsparse-unstructured" else {}
     build = lambda sparsity: fedprior.algorithm(name, task.network, sparsity=sparsity, **soon)  # noqa: E731
     params = task.network.params()
-    budget = int(0.7 * run_bytes(build(0.0), params, settings))
-    sparsity = sparsity_for(budget, build, params, settings)
+    budget = int(0.7 * run_bytes(build(0.0), params, settings, task.data.clients))
+    sparsity = sparsity_for(budget, build, params, settings, task.data.clients)
     assert 0 < sparsity < 1
-    assert run_bytes(build(sparsity - 0.05), params, settings) > budget
+    assert run_bytes(build(sparsity - 0.05), params, settings, task.data.clients) > budget
     result = fedprior.run(task, build(sparsity), rounds=30, wire=precision, entropy=False)
     sent = result.summary["bytes_up"] + result.summary["bytes_down"]
     assert sent <= budget
-    assert sent == pytest.approx(run_bytes(build(sparsity), params, settings), rel=0.02)
+    # Units are drawn as they will be. What is assigned to single weights depends on how they are trained.
+    exact = name != "fedsparse-unstructured"
+    assert sent == pytest.approx(
+        run_bytes(build(sparsity), params, settings, task.data.clients), rel=0 if exact else 0.02
+    )
 
 
 def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 5}, task)
     build = lambda sparsity: fedprior.algorithm("fedsparse", task.network, sparsity=sparsity)  # noqa: E731
-    assert sparsity_for(10**9, build, task.network.params(), settings) == 0
+    assert sparsity_for(10**9, build, task.network.params(), settings, task.data.clients) == 0
     with pytest.raises(SettingError, match="too small"):
-        sparsity_for(10, build, task.network.params(), settings)
+        sparsity_for(10, build, task.network.params(), settings, task.data.clients)
     with pytest.raises(SettingError, match="only FedSparse"):
-        run_bytes(fedprior.algorithm("fedavg", task.network), task.network.params(), settings)
+        run_bytes(fedprior.algorithm("fedavg", task.network), task.network.params(), settings, task.data.clients)

@@ -24,9 +24,10 @@ def gaussian(
     local_optimiser: Optimiser = SGD,
     server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
+    average: bool = False,
 ) -> Algorithm:
     """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
-    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold)
+    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, average)
 
 
 def laplace(
@@ -69,6 +70,7 @@ def fixed_gates(
     local_optimiser: Optimiser = SGD,
     server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
+    average: bool = False,
 ) -> Algorithm:
     """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
     structure = find_structure(network.module, network.example, gate_output=output_rate > 0, ungated=ungated)
@@ -79,7 +81,7 @@ def fixed_gates(
         rate = rate if f"{layer.name}.weight" in reading else input_rate
         rates[layer.name] = output_rate if layer.name in structure.output_layers else rate
     prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
-    return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
 
 
 def group_lasso(
@@ -113,6 +115,9 @@ def spike_slab(
     prune_below: float = 0.1,
     dense_rounds: int | None = None,
     shrink: float | None = None,
+    conv_rate: float | None = None,
+    linear_rate: float | None = None,
+    average: bool | None = None,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -127,7 +132,7 @@ def spike_slab(
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form.
 
     With a sparsity, or a number of parameters at most, the gates are assigned to reach it, and there are no thresholds;
-    without one, λ₀ decides.
+    without one, λ₀ decides. `shrink`, the two rates of dropout and `average` are for the former only.
     """
     gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
@@ -135,11 +140,14 @@ def spike_slab(
     if sparsity is not None:
         # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
         dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
-        rate = (0.05 if dense else 1.0) if shrink is None else shrink
-        budgeted = Budgeted(gating, sparsity, precision, dense, rate)
-        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold)
-    if shrink is not None:
-        raise SettingError("shrink is for FedSparse asked for a sparsity; without one there is λ₀")
+        share = (0.05 if dense else 1.0) if shrink is None else shrink
+        conv, linear = _rates(conv_rate, linear_rate, structured)
+        budgeted = Budgeted(gating, sparsity, precision, dense, share, conv, linear, _drawn(gating, conv, linear))
+        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, bool(average))
+    for_asked = {"shrink": shrink, "conv_rate": conv_rate, "linear_rate": linear_rate, "average": average}
+    for name, value in for_asked.items():
+        if value is not None:
+            raise SettingError(f"{name} is for FedSparse asked for a sparsity; without one there is λ₀")
     prior = SpikeSlab(
         gating=gating,
         lambda0=lambda0,
@@ -165,9 +173,28 @@ def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
     return max(0.0, 1 - parameters / gating.parameters)
 
 
-def _weights_only(prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool) -> Algorithm:
+def _rates(conv: float | None, linear: float | None, structured: bool) -> tuple[float, float]:
+    """Dropout of the units that are kept: half of the neurons, if nothing else is said. docs/algorithms.md has why."""
+    if not structured and (conv or linear):
+        raise SettingError("conv_rate and linear_rate are of units: fedsparse-unstructured has none")
+    return conv or 0.0, (0.5 if structured else 0.0) if linear is None else linear
+
+
+def _drawn(gating: Gating, conv: float, linear: float) -> dict[str, str]:
+    """Of every layer but the output's whether it is a convolution or linear; nothing if no unit is ever left out."""
+    if not isinstance(gating, UnitGating):
+        return {}
+    hidden = [layer for layer in gating.structure.layers if layer.name not in gating.structure.output_layers]
+    kinds = {layer.name: layer.kind for layer in hidden}
+    return kinds if any(conv if kind == "conv" else linear for kind in kinds.values()) else {}
+
+
+def _weights_only(
+    prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool, average: bool = False
+) -> Algorithm:
     """An algorithm whose only variables are weights."""
-    return Algorithm(prior, {"weights": local}, {"weights": server} if server else None, _correction(scaffold))
+    optimisers = {"weights": server} if server else None
+    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold), average=average)
 
 
 def _correction(scaffold: bool) -> Correction:

@@ -5,12 +5,16 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from fedprior import wire
+import torch
+from torch import Tensor
+
+from fedprior import keys, wire
 from fedprior.em import Algorithm
 from fedprior.errors import SettingError
+from fedprior.keys import Purpose
 from fedprior.priors import Budgeted
 from fedprior.simulate.run import Settings
-from fedprior.trees import Params
+from fedprior.trees import Gates, Params
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -27,41 +31,66 @@ def read_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def sparsity_for(budget: int, build: Callable[[float], Algorithm], params: Params, settings: Settings) -> float:
+def sparsity_for(
+    budget: int, build: Callable[[float], Algorithm], params: Params, settings: Settings, clients: int
+) -> float:
     """The smallest sparsity with which a whole run sends no more than `budget` bytes, in both directions together.
 
     `build` makes the algorithm for a sparsity. Whole numbers are counted at their full width: the entropy code, whose
-    gain is known only afterwards, makes messages shorter still.
+    gain is known only afterwards, makes messages shorter still. `clients` is how many there are in all.
     """
-    if run_bytes(build(0.0), params, settings) <= budget:
+    if run_bytes(build(0.0), params, settings, clients) <= budget:
         return 0.0
     low, most = 0.0, _prior(build(0.0)).most_sparse()
     high = most
-    if (least := run_bytes(build(most), params, settings)) > budget:
+    if (least := run_bytes(build(most), params, settings, clients)) > budget:
         raise SettingError(
             f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
             f"{settings.rounds} rounds; have fewer rounds or a coarser --wire"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if run_bytes(build(middle), params, settings) <= budget else (middle, high)
+        low, high = (low, middle) if run_bytes(build(middle), params, settings, clients) <= budget else (middle, high)
     return min(most, math.ceil(1e4 * high) / 1e4)
 
 
-def run_bytes(algorithm: Algorithm, params: Params, settings: Settings) -> int:
-    """What a run would send, round by round until the network has its size, from the first weights."""
+def run_bytes(algorithm: Algorithm, params: Params, settings: Settings, clients: int) -> int:
+    """What a run would send: its messages are counted round by round, with the cohorts and gates that it will draw.
+
+    `clients` is how many there are in all.
+    """
     algorithm = settings.on_wire(algorithm)
     server, prior = algorithm.init(params), _prior(algorithm)
     layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
     total, last = 0, -1
-    for done in range(settings.rounds):
+    for number in range(1, settings.rounds + 1):
         server = prior.prune(server)
-        message = {**server, "gates": server["open"]}
-        size = sum(wire.message_bytes(message, layout) for layout in layouts)
-        if size == last and prior.settled(done + 1):
-            return (total + size * (settings.rounds - done)) * settings.clients_per_round
-        total, last = total + size, size
-    return total * settings.clients_per_round
+        size = _cohorts_bytes(prior, server["open"], layouts, settings, clients, range(number, number + 1))
+        if prior.settled(number) and int(prior.effective_parameters(server)) == last:
+            rest = range(number + 1, settings.rounds + 1)
+            return total + size + _cohorts_bytes(prior, server["open"], layouts, settings, clients, rest)
+        total, last = total + size, int(prior.effective_parameters(server))
+    return total
+
+
+def _cohorts_bytes(
+    prior: Budgeted, gates: Gates, layouts: list[wire.Layout], settings: Settings, clients: int, rounds: range
+) -> int:
+    """Of all messages of these rounds, in which the server keeps these gates."""
+
+    def message(gates: Gates) -> Tensor:
+        return torch.stack([wire.count_bytes({"gates": gates}, layout) for layout in layouts]).sum()
+
+    if not rounds or not prior.per_client:
+        return int(message(gates)) * settings.clients_per_round * len(rounds)
+    root = keys.key(settings.seed)
+    drawn = []
+    for number in rounds:
+        key = keys.fold(root, number)
+        cohort = keys.choose(keys.fold(key, Purpose.COHORT), clients, settings.clients_per_round)
+        drawn.append(keys.fold(keys.fold(key, Purpose.BROADCAST), torch.tensor(cohort)))
+    each = torch.func.vmap(lambda key: message(prior.draw(gates, key)[0]), chunk_size=4096)(torch.cat(drawn))
+    return int(each.sum())
 
 
 def _prior(algorithm: Algorithm) -> Budgeted:

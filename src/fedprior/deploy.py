@@ -77,7 +77,7 @@ def _restored(
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
     checkpoint.load(folder.checkpoint, sim)
-    return about, task.scale, sim, final_model(algorithm.prior, sim.server, sim.network.module)
+    return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module)
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:

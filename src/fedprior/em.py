@@ -40,6 +40,8 @@ class Algorithm:
     """How a named algorithm was built, for a run's config."""
     wire: Wire = field(default_factory=Wire)
     """How precisely its messages travel."""
+    average: bool = False
+    """Whether the server ships the average of its rounds instead of the last one; nobody is sent it."""
 
     @property
     def vectorises(self) -> bool:
@@ -49,7 +51,27 @@ class Algorithm:
 
     def init(self, params: Params) -> Tree:
         """The server's state from a dense model."""
-        return {**self.prior.init(params), **self.correction.init(params)}
+        server = {**self.prior.init(params), **self.correction.init(params)}
+        if not self.average:
+            return server
+        some = next(iter(server["weights"].values()))
+        return {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
+
+    def settle(self, server: Tree) -> Tree:
+        """The state after an M-step, with its weights taken into the average: w̄ ← w̄ + (w − w̄) · 10 / (t + 9).
+
+        Polynomial decay (Shamir and Zhang 2013): about the last tenth of the rounds counts, however many there are.
+        """
+        if not self.average:
+            return server
+        rounds = server["averaged"]["rounds"] + 1
+        share = 10 / (rounds + 9)
+        average = {name: value + (server["weights"][name] - value) * share for name, value in server["average"].items()}
+        return {**server, "average": average, "averaged": {"rounds": rounds}}
+
+    def predict(self, server: Tree) -> Params:
+        """The models that the server ships, stacked."""
+        return self.prior.predict({**server, "weights": server["average"]} if self.average else server)
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """The packet for a client."""
@@ -209,7 +231,7 @@ def m_step(
 
     absorbed = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
     if optimiser is None:
-        return lift(prior.solve)(lift(realise)(uploads, server), absorbed)
+        return lift(algorithm.settle)(lift(prior.solve)(lift(realise)(uploads, server), absorbed))
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
@@ -222,7 +244,7 @@ def m_step(
         grads = _gradient(lift(objective))(variables, server, lift(realise)(uploads, server))[0]
     optimiser.load(variables)
     optimiser.step(grads)
-    return {**server, **clone(optimiser.values)}
+    return lift(algorithm.settle)({**server, **clone(optimiser.values)})
 
 
 def _given(batch: Batch) -> Params:

@@ -87,6 +87,7 @@ def _mates(specs: Sequence[Spec], built: Sequence[tuple[Task, Algorithm, Setting
     groups: dict[str, list[int]] = {}
     for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):
         fixed = {key: plain(v) for key, v in algorithm.settings.items() if key not in algorithm.prior.scalars}
+        fixed["per_client"] = algorithm.prior.per_client  # a rate of zero: nothing is drawn at all
         data = [task.data.clients, id(task.data.x), id(task.data.test_x)]
         alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), data]
         groups.setdefault(json.dumps(alike, default=str), []).append(place)

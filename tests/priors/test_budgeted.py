@@ -157,7 +157,7 @@ def test_a_number_of_parameters_is_not_exceeded(most):
 
 def test_asking_for_nothing_is_fedavg(small_task):
     task = small_task(dtype=torch.float64)
-    nothing = fedprior.algorithm("fedsparse", task.network, sparsity=0.0, server_optimiser="none")
+    nothing = fedprior.algorithm("fedsparse", task.network, sparsity=0.0, linear_rate=0.0, server_optimiser="none")
     found, expected = (fedprior.run(task, one, rounds=3) for one in (nothing, "fedavg"))
     for name, value in expected.simulation.server["weights"].items():
         torch.testing.assert_close(found.simulation.server["weights"][name], value)
@@ -174,6 +174,11 @@ def test_asking_for_nothing_is_fedavg(small_task):
         ({"sparsity": 0.5, "shrink": 0.0}, "shrink must be above 0"),
         ({"sparsity": 0.5, "dense_rounds": -1}, "dense_rounds must be at least 0"),
         ({"sparsity": 0.5, "precision": -1.0}, "precision must be at least 0"),
+        ({"sparsity": 0.5, "linear_rate": 1.0}, "linear_rate must be at least 0 and below 1"),
+        ({"sparsity": 0.5, "conv_rate": -0.1}, "conv_rate must be at least 0 and below 1"),
+        ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "fedsparse-unstructured has none"),
+        ({"linear_rate": 0.5}, "linear_rate is for FedSparse asked for a sparsity"),
+        ({"average": True}, "average is for FedSparse asked for a sparsity"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):

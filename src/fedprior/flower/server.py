@@ -150,7 +150,7 @@ class Server:
         test, device = self.job.test, self.root.device
         workers = Workers(self.network, 1 if device.type != "cpu" else torch.get_num_threads())
         data = test.to(device) if test is not None else None
-        return evaluate(self.job.algorithm.prior, self.state, self.accuracy, workers, data)
+        return evaluate(self.job.algorithm, self.state, self.accuracy, workers, data)
 
     def _m_step(self, turn: Round, uploads: Tree) -> Tree:
         """The new state; the old one with the old moments if it is not finite, as in the simulator."""
@@ -159,7 +159,7 @@ class Server:
 
     def model(self) -> nn.Module:
         """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-        return final_model(self.job.algorithm.prior, self.state, self.network.module)
+        return final_model(self.job.algorithm, self.state, self.network.module)
 
     def summary(self, records: list[Record]) -> Record:
         """Totals and final values, as the simulator's, and how many replies were refused or missing."""
@@ -173,7 +173,7 @@ class Server:
             "bytes_up": sum(record["bytes_up"] for record in records),
             "bytes_down": sum(record["bytes_down"] for record in records),
             "sparsity": last.get("sparsity"),
-            "parameters": trees.count(prior.predict(server)),
+            "parameters": trees.count(self.job.algorithm.predict(server)),
             "effective_parameters": prior.effective_parameters(server),
             "faults": sum(len(record.get("faults", ())) for record in records),
             "seconds": round(self.seconds, 3),

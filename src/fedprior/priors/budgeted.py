@@ -11,10 +11,14 @@ by that share, and a loss near its minimum is quadratic, so
 
 with the price μ, the dual variable of the budget, as small as the budget allows. There is nothing to tune: the budget
 says where the price stands, and units of any scale, from any initialisation, are compared within their own layer.
+
+What is kept may be drawn, as in federated dropout: then p(z_g = 1) is 0 or 1 − rate instead of 0 or 1, the server draws
+a sub-network for each client, and the network that it ships has of each unit what the clients had on average.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,7 +42,12 @@ class Budgeted(GlobalGates):
     """Rounds before the first gate closes."""
     shrink: float = 1.0
     """After them, the share of the network that goes in a round at most; 1: all that is to go."""
-    scalars = ("sparsity", "precision", "shrink")
+    conv_rate: float = 0.0
+    linear_rate: float = 0.0
+    """How often a filter or neuron that is kept is left out of what a client is sent."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Of each layer whose units are drawn, whether its rate is that of `conv` or `linear`; none: no unit is drawn."""
+    scalars = ("sparsity", "precision", "shrink", "conv_rate", "linear_rate")
 
     def __post_init__(self) -> None:
         most = self.most_sparse()
@@ -53,6 +62,9 @@ class Budgeted(GlobalGates):
             raise SettingError(f"dense_rounds must be at least 0, got {self.dense_rounds}")
         if not 0 < self.shrink <= 1:
             raise SettingError(f"shrink must be above 0 and at most 1, got {self.shrink}")
+        for name, rate in (("conv_rate", self.conv_rate), ("linear_rate", self.linear_rate)):
+            if not 0 <= rate < 1:
+                raise SettingError(f"{name} must be at least 0 and below 1, got {rate}")
 
     def most_sparse(self) -> float:
         """The sparsity of the smallest network there is."""
@@ -133,16 +145,30 @@ class Budgeted(GlobalGates):
         heard = {layer: torch.where(s.sum() > 0, s, torch.ones_like(s)) for layer, s in strengths.items()}
         return {layer: s / s.sum() for layer, s in heard.items()}
 
+    @property
+    def per_client(self) -> bool:  # type: ignore[override]
+        """Where units are drawn every client has a network of its own."""
+        return bool(self.kinds)
+
+    def rate(self, layer: str) -> float:
+        kind = self.kinds.get(layer)
+        return {"conv": self.conv_rate, "linear": self.linear_rate}[kind] if kind else 0.0
+
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
+        if self.per_client:
+            return self.sub_network(server["weights"], server["open"], key)
         return {"weights": server["weights"], "gates": server["open"]}
 
     def predict(self, server: Tree) -> Params:
-        weights = self.gating.prune(server["weights"], server["open"])
+        """E[z] w: of every unit what the clients have of it on average."""
+        weights = self.gating.apply(self.gating.prune(server["weights"], server["open"]), self.gates(server))
         return {name: value.unsqueeze(0) for name, value in weights.items()}
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:
-        return state["gates"] if "gates" in state else state["open"]
+        if "gates" in state:
+            return state["gates"]
+        return {layer: gate * (1 - self.rate(layer)) for layer, gate in state["open"].items()}
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(server["open"]))

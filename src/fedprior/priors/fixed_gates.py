@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedprior.errors import SettingError
-from fedprior.priors.gated import GlobalGates, joint_draws
-from fedprior.trees import Gates, Params, Tree
+from fedprior.priors.gated import GlobalGates
+from fedprior.trees import Params, Tree
 from fedprior.units import Gating
 
 
@@ -35,19 +35,16 @@ class FixedGates(GlobalGates):
     def init(self, params: Params) -> Tree:
         return {"weights": params}
 
+    def rate(self, layer: str) -> float:
+        return self.rates[layer]
+
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """A sub-network for one client."""
-        gates, floored = self.gating.floor(*self._draw(server["weights"], key))
-        return {"weights": self.gating.prune(server["weights"], gates), "gates": gates, "floored": floored}
-
-    def _draw(self, like: Params, key: Tensor) -> tuple[Gates, Gates]:
-        """Gates, and the draws themselves as scores for the floor."""
-        draws = self.gating.part(joint_draws(self.gating, key, next(iter(like.values())).dtype))
-        return {layer: (u >= self.rates[layer]).to(u.dtype) for layer, u in draws.items()}, draws
+        return self.sub_network(server["weights"], self.gating.all_open(server["weights"]), key)
 
     def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
         if not self.noise:
             return super().relax(expected, packet, key)
-        drawn, _ = self._draw(expected["weights"], key)
-        kept = {layer: packet["gates"][layer] * gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
+        drawn, _ = self.draw(packet["gates"], key)
+        kept = {layer: gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
         return self.gating.apply(expected["weights"], kept)

@@ -50,6 +50,22 @@ class GlobalGates(Prior):
     gating: Gating
     precision: float
 
+    def rate(self, layer: str) -> float:
+        """How often a unit of a layer is left out of what a client is sent."""
+        return 0.0
+
+    def draw(self, gates: Gates, key: Tensor) -> tuple[Gates, Gates]:
+        """Of these gates what a client keeps, each with probability 1 − rate; and the layers that were floored."""
+        dtype = next(iter(gates.values())).dtype
+        draws = self.gating.part(joint_draws(self.gating, key, dtype))
+        drawn = {layer: gate * (draws[layer] >= self.rate(layer)) for layer, gate in gates.items()}
+        return self.gating.floor(drawn, {layer: torch.where(g > 0, draws[layer], -1.0) for layer, g in gates.items()})
+
+    def sub_network(self, weights: Params, gates: Gates, key: Tensor) -> Tree:
+        """The packet of one client: what its draw leaves of the network."""
+        drawn, floored = self.draw(gates, key)
+        return {"weights": self.gating.prune(weights, drawn), "gates": drawn, "floored": floored}
+
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift}
 

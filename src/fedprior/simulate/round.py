@@ -104,7 +104,7 @@ class Simulation:
 
     def evaluate(self) -> Record:
         """Accuracies and size of the server as it is."""
-        return evaluate(self.algorithm.prior, self.server, self.accuracy, self.workers, self.data)
+        return evaluate(self.algorithm, self.server, self.accuracy, self.workers, self.data)
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""

@@ -183,7 +183,7 @@ class Job:
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
         sim = self.simulation
-        module = final_model(sim.algorithm.prior, sim.server, sim.network.module)
+        module = final_model(sim.algorithm, sim.server, sim.network.module)
         summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
         if self.folder:
             parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
@@ -242,7 +242,7 @@ def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) 
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last["sparsity"],
-        "parameters": trees.count(prior.predict(server)),
+        "parameters": trees.count(sim.algorithm.predict(server)),
         "effective_parameters": prior.effective_parameters(server),
         "seconds": round(sim.seconds, 3),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

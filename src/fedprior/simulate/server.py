@@ -14,7 +14,6 @@ from fedprior.errors import DivergedError
 from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
 from fedprior.models import Ensemble
 from fedprior.optimisers import TreeOptimiser
-from fedprior.priors import Prior
 from fedprior.trees import Tree
 from fedprior.workers import Workers
 
@@ -34,10 +33,13 @@ def update(
     raise server_diverged(number)
 
 
-def evaluate(prior: Prior, state: Tree, accuracy: Tensor, workers: Workers, data: FederatedData | None) -> Record:
+def evaluate(
+    algorithm: Algorithm, state: Tree, accuracy: Tensor, workers: Workers, data: FederatedData | None
+) -> Record:
     """Accuracies and size of the server as it is; the global accuracy needs test examples."""
+    prior = algorithm.prior
     server = prior.prune(state)
-    models = prior.predict(server)
+    models = algorithm.predict(server)
     return {
         "global_accuracy": ensemble_accuracy(workers, models, data) if data is not None else math.nan,
         "local_accuracy": local_accuracy(accuracy),
@@ -46,9 +48,9 @@ def evaluate(prior: Prior, state: Tree, accuracy: Tensor, workers: Workers, data
     }
 
 
-def final_model(prior: Prior, state: Tree, module: nn.Module) -> nn.Module:
+def final_model(algorithm: Algorithm, state: Tree, module: nn.Module) -> nn.Module:
     """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-    models = prior.predict(prior.prune(state))
+    models = algorithm.predict(algorithm.prior.prune(state))
     members = []
     for k in range(len(next(iter(models.values())))):
         member = copy.deepcopy(module)

@@ -1,7 +1,8 @@
 """The named tasks, with the paper's settings as defaults.
 
 Every factory takes the seed of the run first, for the partition and the initial weights; its keyword parameters are the
-task's options. With `validation` a part of the training set takes the place of the test set: tune with it.
+task's options. With `validation` a part of the training set takes the place of the test set: tune with it. With
+`partition_seed` runs of all seeds have one partition: they differ by their weights, cohorts and batches alone.
 """
 
 import re
@@ -29,11 +30,17 @@ HELD_OUT = 0.1
 
 
 def mnist_mini(
-    seed: int, *, clients: int = 100, alpha: float = 10.0, init: str = "glorot", validation: bool = False
+    seed: int,
+    *,
+    clients: int = 100,
+    alpha: float = 10.0,
+    init: str = "glorot",
+    validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on 12,000 embedded MNIST digits, divided by Dirichlet(α) among clients."""
     images = embedded_digits(validation)
-    parts = dirichlet(images.y, images.test_y, clients, alpha, seed)
+    parts = dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed))
     adam = {"server_optimiser": "Adam(lr=0.003)"}
     return _image_task(
         "mnist-mini",
@@ -49,7 +56,13 @@ def mnist_mini(
                 for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
             },
         },
-        options={"clients": clients, "alpha": alpha, "init": init, "validation": validation},
+        options={
+            "clients": clients,
+            "alpha": alpha,
+            "init": init,
+            "validation": validation,
+            "partition_seed": partition_seed,
+        },
     )
 
 
@@ -61,17 +74,25 @@ def cifar10(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
     images, _ = _load(hub.CIFAR10.repository, data_dir, validation)
     return _image_task(
         "cifar10",
         images,
-        dirichlet(images.y, images.test_y, clients, alpha, seed),
+        dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed)),
         lambda: initialise(lambda: LeNet5(channels=3, side=32, classes=10), init, seed),
         defaults={"rounds": 1000, "batch_size": 64, "evaluate_every": 10},
         algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
-        options={"clients": clients, "alpha": alpha, "init": init, "data_dir": data_dir, "validation": validation},
+        options={
+            "clients": clients,
+            "alpha": alpha,
+            "init": init,
+            "data_dir": data_dir,
+            "validation": validation,
+            "partition_seed": partition_seed,
+        },
     )
 
 
@@ -84,13 +105,14 @@ def cifar100(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """ResNet20 with GroupNorm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
     images, (coarse, test_coarse) = _load(hub.CIFAR100.repository, data_dir, validation)
     return _image_task(
         "cifar100",
         images,
-        pachinko(images.y, coarse, images.test_y, test_coarse, clients, seed, alpha, beta),
+        pachinko(images.y, coarse, images.test_y, test_coarse, clients, _either(partition_seed, seed), alpha, beta),
         lambda: initialise(lambda: ResNet20(channels=3, classes=100), init, seed),
         defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
@@ -99,21 +121,28 @@ def cifar100(
         },
         options={
             **{"clients": clients, "alpha": alpha, "beta": beta},
-            **{"init": init, "data_dir": data_dir, "validation": validation},
+            **{"init": init, "data_dir": data_dir, "validation": validation, "partition_seed": partition_seed},
         },
     )
 
 
 def femnist(
-    seed: int, *, test_fraction: float = 0.1, init: str = "default", data_dir: str = "", validation: bool = False
+    seed: int,
+    *,
+    test_fraction: float = 0.1,
+    init: str = "default",
+    data_dir: str = "",
+    validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
     x, y, owners, scale = _load_femnist(data_dir)
-    train, test = by_writer(owners, seed, test_fraction)
+    division = _either(partition_seed, seed)
+    train, test = by_writer(owners, division, test_fraction)
     if validation:  # a second split of each writer's training examples
         writers = np.concatenate([np.full(len(rows), writer) for writer, rows in enumerate(train)])
         everything = np.concatenate(train)
-        train, test = ([everything[rows] for rows in part] for part in by_writer(writers, seed, test_fraction))
+        train, test = ([everything[rows] for rows in part] for part in by_writer(writers, division, test_fraction))
     return _image_task(
         "femnist",
         Images(x, y, x, y, scale),
@@ -125,25 +154,43 @@ def femnist(
             "feddrop": {**ADAM, "conv_rate": 0.2, "linear_rate": 0.4},
             "fedl1": {**ADAM, "strength": 1e-3},
         },
-        options={"test_fraction": test_fraction, "init": init, "data_dir": data_dir, "validation": validation},
+        options={
+            "test_fraction": test_fraction,
+            "init": init,
+            "data_dir": data_dir,
+            "validation": validation,
+            "partition_seed": partition_seed,
+        },
         classes=62,
     )
 
 
 def mnist_scaffold(
-    seed: int, *, clients: int = 100, init: str = "default", data_dir: str = "", validation: bool = False
+    seed: int,
+    *,
+    clients: int = 100,
+    init: str = "default",
+    data_dir: str = "",
+    validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
     images, _ = _load(hub.MNIST.repository, data_dir, validation)
     return _image_task(
         "mnist-scaffold",
         images,
-        single_class(images.y, images.test_y, clients, seed),
+        single_class(images.y, images.test_y, clients, _either(partition_seed, seed)),
         lambda: initialise(lambda: LogisticRegression(784, 10), init, seed),
         defaults={"rounds": 400, "batch_size": 20, "evaluate_every": 10},
         # The only units feed the output, so the gates are the weights'.
         algorithms={name: {"structured": False} for name in ("fedsparse", "fedsparse+scaffold")},
-        options={"clients": clients, "init": init, "data_dir": data_dir, "validation": validation},
+        options={
+            "clients": clients,
+            "init": init,
+            "data_dir": data_dir,
+            "validation": validation,
+            "partition_seed": partition_seed,
+        },
     )
 
 
@@ -163,6 +210,7 @@ def hub_images(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    partition_seed: int | None = None,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided by Dirichlet(α)."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
@@ -177,14 +225,14 @@ def hub_images(
     return _image_task(
         "hub",
         images,
-        dirichlet(images.y, images.test_y, clients, alpha, seed),
+        dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed)),
         lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
         defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
         algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
         options={
             **{"dataset": dataset, "image": image, "label": label, "train": train, "test": test, "subset": subset},
             **{"side": side, "model": model, "clients": clients, "alpha": alpha},
-            **{"init": init, "data_dir": data_dir, "validation": validation},
+            **{"init": init, "data_dir": data_dir, "validation": validation, "partition_seed": partition_seed},
         },
         classes=classes,
     )
@@ -207,6 +255,11 @@ def _load(repository: str, data_dir: str, validation: bool) -> tuple[Images, tup
     images, (kept, rows) = _split(arrays, validation)
     coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", _tested(validation))]
     return images, (coarse[0][kept], coarse[1][rows])
+
+
+def _either(partition_seed: int | None, seed: int) -> int:
+    """The seed of the partition: the run's, if it has none of its own."""
+    return seed if partition_seed is None else partition_seed
 
 
 def _tested(validation: bool) -> str:
