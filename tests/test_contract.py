@@ -23,7 +23,7 @@ LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
     "fedsparse-unstructured": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
     "fedsparse+scaffold": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
-    "fedsparse, asked": {"sparsity": 0.5, "precision": 0.1, "dense_rounds": 1, "shrink": 0.3},
+    "fedsparse, asked": {"sparsity": 0.5, "precision": 0.1, "dense_rounds": 1, "shrink": 0.3, "average": True},
     "fedsparse-unstructured, asked": {"sparsity": 0.5, "dense_rounds": 0, "shrink": 0.3},
     "fedsparse+scaffold, asked": {"sparsity": 0.5},
     "feddrop": {"conv_rate": 0.4, "input_rate": 0.4, "linear_rate": 0.4, "noise": True},
@@ -115,7 +115,7 @@ def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
 
 SWEPT = {
     "fedsparse": {"lambda0": 1e-4, "temperature": 2e-3},
-    "fedsparse, asked": {"sparsity": 0.3, "shrink": 0.5},
+    "fedsparse, asked": {"sparsity": 0.3, "shrink": 0.5, "conv_rate": 0.2, "linear_rate": 0.3},
     "fedprox": {"precision": 0.7},
     "fedl1": {"strength": 0.2},
 }

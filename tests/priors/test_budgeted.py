@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedprior
+from fedprior import keys, trees
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, ResNet20, initialise
 from fedprior.network import Network
@@ -161,6 +162,60 @@ def test_asking_for_nothing_is_fedavg(small_task):
     found, expected = (fedprior.run(task, one, rounds=3) for one in (nothing, "fedavg"))
     for name, value in expected.simulation.server["weights"].items():
         torch.testing.assert_close(found.simulation.server["weights"][name], value)
+
+
+def test_asking_for_nothing_with_dropout_is_feddrop(small_task):
+    """The same sub-networks by the same keys; FedDrop alone ships its weights as they are."""
+    task = small_task(dtype=torch.float64)
+    rates = {"conv_rate": 0.3, "linear_rate": 0.4, "server_optimiser": "Adam(lr=0.01)"}
+    nothing = fedprior.algorithm("fedsparse", task.network, sparsity=0.0, **rates)
+    dropout = fedprior.algorithm("feddrop", task.network, input_rate=0.4, output_rate=0.0, **rates)
+    found, expected = (fedprior.run(task, one, rounds=4) for one in (nothing, dropout))
+    assert found.summary["bytes_up"] == expected.summary["bytes_up"]
+    for name, value in expected.simulation.server["weights"].items():
+        torch.testing.assert_close(found.simulation.server["weights"][name], value)
+
+
+def test_a_client_has_of_what_is_kept_as_much_as_the_rates_say():
+    network = Network(LeNet5(3, 32, 10), torch.zeros(3, 32, 32))
+    prior = fedprior.algorithm("fedsparse", network, sparsity=0.5, conv_rate=0.2, linear_rate=0.6).prior
+    server = prior.init(network.params())
+    packets = [prior.broadcast(server, key) for key in keys.fold(keys.key(3), torch.arange(300))]
+    for layer, rate in {"conv1": 0.2, "conv2": 0.2, "fc1": 0.6}.items():
+        drawn = torch.stack([packet["gates"][layer] for packet in packets])
+        assert (drawn <= server["open"][layer]).all()
+        kept = drawn[:, server["open"][layer] > 0]
+        spread = (rate * (1 - rate) / kept.numel()) ** 0.5
+        assert float(kept.mean()) == pytest.approx(1 - rate, abs=5 * spread)
+    for packet in packets[:5]:  # nothing travels that the client's draw has closed
+        left = prior.gating.mask(packet["gates"])
+        assert all(not (packet["weights"][name] * (1 - mask)).any() for name, mask in left.items())
+
+
+def test_the_shipped_network_has_of_a_unit_what_clients_have_on_average():
+    torch.manual_seed(0)
+    module = net_of(5, 40, 3).double()
+    network = Network(module, torch.zeros(5, dtype=torch.float64))
+    prior = fedprior.algorithm("fedsparse", network, sparsity=0.3, linear_rate=0.25).prior
+    server = prior.init(network.params())
+    x = torch.randn(7, 5, dtype=torch.float64)
+
+    def outputs(params):
+        return network.predict(params, x)
+
+    mean = torch.stack(
+        [outputs(prior.broadcast(server, key)["weights"]) for key in keys.fold(keys.key(0), torch.arange(4000))]
+    ).mean(0)
+    torch.testing.assert_close(outputs(trees.row(prior.predict(server), 0)), mean, rtol=0, atol=0.02)
+
+
+def test_output_layers_and_networks_without_hidden_linear_layers_have_no_dropout():
+    """ResNet20 has none; there every client is sent the same network."""
+    network = Network(ResNet20(3, 100), torch.zeros(3, 32, 32))
+    assert not fedprior.algorithm("fedsparse", network, sparsity=0.5).prior.per_client
+    network = Network(LeNet5(1, 28, 10), torch.zeros(1, 28, 28))
+    prior = fedprior.algorithm("fedsparse", network, sparsity=0.5, gate_output=True).prior
+    assert (prior.rate("fc1"), prior.rate("fc2")) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Simulation:
         self.round = number
         record = self.record(up, down, float(result.loss.mean()), kept, evaluate)
         if evaluate:
-            record |= disagreement(result.gates, prior.gates(trees.row(packets, 0)))
+            record |= disagreement(result.gates, torch.func.vmap(prior.gates)(packets))
         self.seconds += time.perf_counter() - start
         return record
 
