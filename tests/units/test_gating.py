@@ -1,5 +1,6 @@
 """Gates against loops: norms, sizes, masks of probabilities, and the floor that no layer may fall below."""
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -219,6 +220,33 @@ def test_masks_and_norms_are_the_same_under_vmap(residual):
         assert all(torch.allclose(pruned[name][i], value) for name, value in residual.prune(row, gate).items())
         assert all(torch.allclose(norms[name][i], value) for name, value in residual.norms(row).items())
         assert float(sizes[i]) == pytest.approx(float(residual.effective_parameters(gate)))
+
+
+def test_what_is_kept_from_within_a_transform_lasts():
+    """Sizes and tables first asked for under `grad`, or in inference mode, can be copied and trained with later."""
+
+    def price(gating, gates):
+        return (gates * gating.joint_sizes(gates)).sum() + gating.tables.on("heard", gates.device).sum()
+
+    def fresh():
+        return UnitGating(find_structure(Residual(), torch.randn(1, 3)))
+
+    def in_inference(function, gates):
+        with torch.inference_mode():
+            return function(gates)
+
+    expected = [float(fresh().sizes()[layer]) for layer, (count,) in fresh().gate_shapes.items() for _ in range(count)]
+    plain, rows = torch.ones(len(expected)), torch.ones(2, len(expected))
+    for ask, asked in (
+        (lambda f, x: torch.func.grad(f)(x), plain),
+        (lambda f, x: torch.func.vmap(torch.func.grad(f))(x), rows),
+        (in_inference, plain),
+    ):
+        gating = fresh()
+        ask(lambda gates, gating=gating: price(gating, gates), asked)
+        gates = plain.clone().requires_grad_()
+        price(copy.deepcopy(gating), gates).backward()
+        assert gates.grad.tolist() == expected
 
 
 # ---------------------------------------------------------------------- the floor

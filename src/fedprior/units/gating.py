@@ -13,7 +13,7 @@ from fedprior.errors import SettingError
 from fedprior.kernels import gates as gate_kernels
 from fedprior.trees import Gates, Params
 from fedprior.units.structure import Layer, Reader, Structure
-from fedprior.units.tables import Tables
+from fedprior.units.tables import Tables, lasting
 
 
 class Gating(ABC):
@@ -68,7 +68,8 @@ class Gating(ABC):
         if key not in self._sizes:
             sizes = self.sizes()
             each = [size for layer in self.gate_shapes for size in [sizes[layer]] * self._count(layer)]
-            self._sizes[key] = torch.tensor(each, dtype=like.dtype, device=like.device)
+            with lasting():
+                self._sizes[key] = torch.tensor(each, dtype=like.dtype, device=like.device)
         return self._sizes[key]
 
     def _count(self, layer: str) -> int:

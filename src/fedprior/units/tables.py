@@ -3,12 +3,25 @@
 Many short operations on one layer after the other cost more on a GPU than what they compute.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from fedprior.units.structure import Reader, Structure
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """What is made inside is a tensor for later, too.
+
+    Made within `torch.func.grad` it would be a wrapper that nobody can copy afterwards, and within inference mode one
+    that no gradient may meet.
+    """
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False):
+        yield
 
 
 class Tables:
@@ -46,5 +59,6 @@ class Tables:
         """A table on a device, copied there once: a captured CUDA graph can copy nothing."""
         key = (name, device)
         if key not in self._copies:
-            self._copies[key] = self._constants[name].to(device)
+            with lasting():
+                self._copies[key] = self._constants[name].to(device)
         return self._copies[key]
