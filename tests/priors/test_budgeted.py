@@ -98,6 +98,24 @@ def test_neither_a_floor_nor_a_head_of_zeros_stands_in_the_way(floor, asked, hea
     assert all(gate.sum() >= floor for gate in server["open"].values())
 
 
+@pytest.mark.parametrize("floor", [1, 3])
+def test_the_most_that_can_be_asked_is_reached_where_layers_are_added_up(floor):
+    """Layers of one residual stream keep different channels, and what reads the stream hears all of them."""
+    gating = UnitGating(find_structure(ResNet20(), torch.zeros(3, 32, 32)), floor=floor)
+    most = Budgeted(gating).most_sparse()
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        prior = Budgeted(gating, sparsity=most)
+        weights = {name: torch.randn(shape, generator=draw) for name, shape in gating.shapes.items()}
+        left = prior.effective_parameters(prior.init(weights))
+        assert 1 - left / gating.parameters >= most - 1e-12
+        # Nor is it too little: units drawn at random leave no more, and nearly as much.
+        zeros = {layer: torch.zeros(shape) for layer, shape in gating.gate_shapes.items()}
+        any_units = {layer: torch.rand(shape, generator=draw) for layer, shape in gating.gate_shapes.items()}
+        drawn = float(gating.effective_parameters(gating.floor(zeros, any_units)[0]))
+        assert 0.7 * (1 - most) < drawn / gating.parameters < 1 - most + 1e-9
+
+
 def test_a_single_channel_that_is_added_to_many_has_a_strength():
     class Added(nn.Module):
         def __init__(self) -> None:

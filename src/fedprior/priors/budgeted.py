@@ -67,10 +67,18 @@ class Budgeted(GlobalGates):
                 raise SettingError(f"{name} must be at least 0 and below 1, got {rate}")
 
     def most_sparse(self) -> float:
-        """The sparsity of the smallest network there is."""
-        everything = {name: torch.zeros(shape) for name, shape in self.gating.gate_shapes.items()}
-        least, _ = self.gating.floor(everything, everything)
-        return 1 - float(self.gating.effective_parameters(least)) / self.gating.parameters
+        """The sparsity that is reached whatever the weights: that of the largest network at the floor.
+
+        Layers that are added up need not keep the same channels, and who reads the sum then hears the channels of all.
+        """
+        shapes = {layer: torch.Size(shape) for layer, shape in self.gating.gate_shapes.items()}
+        closed = {layer: torch.zeros(shape, dtype=torch.float64) for layer, shape in shapes.items()}
+        # First any units, each as likely; then layer by layer those that add the most to what the others have.
+        gates = {layer: gate + min(1.0, self.gating.least / gate.numel()) for layer, gate in closed.items()}
+        for layer in gates:
+            added = torch.func.grad(self.gating.effective_parameters)(gates)
+            gates[layer] = self.gating.floor(closed, added)[0][layer]
+        return 1 - float(self.gating.effective_parameters(gates)) / self.gating.parameters
 
     @property
     def final_size(self) -> float:
