@@ -134,3 +134,19 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
         with pytest.raises(RunError, match="not"):
             sweeps.train(plan(tmp_path, (0,), **changed))
         (tmp_path / "kept.json").rename(before[0].out / "summary.json")
+
+
+def test_a_folder_of_an_older_version_goes_on_or_says_how(tmp_path):
+    """Settings that it does not know had their defaults; one whose default has another name can be asked for."""
+    specs = plan(tmp_path, (0,), rounds="1")
+    sweeps.train(specs)
+    config = specs[0].out / "config.toml"
+    text = config.read_text()
+    younger = ("wire =", "entropy =", "sparsity =", "max_parameters =", "shrink =", "dense_rounds =")
+    assert all(f"\n{name}" in text for name in younger)
+    config.write_text("\n".join(line for line in text.splitlines() if not line.startswith(younger)) + "\n")
+    assert sweeps.unfinished(specs) == []
+    config.write_text(text.replace('dense_rounds = "none"', "dense_rounds = 0"))
+    with pytest.raises(RunError, match=r"has dense_rounds = 0, not none; .* or ask for dense_rounds=0"):
+        sweeps.unfinished(specs)
+    assert sweeps.unfinished(plan(tmp_path, (0,), rounds="1", dense_rounds="0")) == []

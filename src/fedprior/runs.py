@@ -1,7 +1,7 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,34 @@ def check_same(task: Task, algorithm: Algorithm, settings: Settings, out: Path, 
     folder = RunFolder(out)
     if not folder.config.exists():
         return
-    recorded, expected = folder.read_config(), _config(task, algorithm, settings, label, "")
-    # A setting of a run that is younger than the folder had its default.
-    defaults = {name: plain(option.default) for name, option in RUN_OPTIONS.items() if option.default is not None}
-    recorded["run"] = {**defaults, **recorded["run"]}
-    for table in ("run", "task", "algorithm"):
+    found = difference(folder.read_config(), _config(task, algorithm, settings, label, ""), HERE_ONLY)
+    if found:
+        key, was, now = found
+        raise RunError(
+            f"{out} has {key} = {was}, not {now}; delete it, or choose another --out, or ask for {key}={was}"
+        )
+
+
+def difference(
+    recorded: Mapping[str, Any], expected: Mapping[str, Any], besides: Set[str]
+) -> tuple[str, Any, Any] | None:
+    """The first setting in which two configs differ: its name, what was recorded and what is expected.
+
+    A setting that is younger than the recorded config had its default.
+    """
+    name, task = expected["run"]["algorithm"], expected["run"]["task"]
+    defaults = {
+        "run": {key: option.default for key, option in RUN_OPTIONS.items() if option.default is not None},
+        "task": task_options(task, {}) if task in TASKS else {},
+        "algorithm": algorithm_settings(name, {}) if name in ALGORITHMS else {},
+    }
+    for table, known in defaults.items():
         for key in {**expected[table], **recorded[table]}:
-            was, now = recorded[table].get(key), expected[table].get(key)
-            if key not in HERE_ONLY and was != now:
-                raise RunError(f"{out} has {key} = {was}, not {now}; delete it, or choose another --out")
+            default = plain(known[key]) if key in known and key in expected[table] else None
+            was, now = recorded[table].get(key, default), expected[table].get(key)
+            if key not in besides and was != now:
+                return key, was, now
+    return None
 
 
 def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Settings | None = None) -> Job:

@@ -58,6 +58,20 @@ def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
     assert one["engine"] == "flower"
 
 
+def test_a_folder_from_before_precision_was_a_setting_goes_on(make_job, tmp_path):
+    job = make_job("fedavg")
+    run = tmp_path / "run"
+    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
+    lines = (run / "config.toml").read_text().splitlines()
+    older = [line for line in lines if not line.startswith(("wire =", "entropy ="))]
+    assert len(older) == len(lines) - 2
+    (run / "config.toml").write_text("\n".join(older) + "\n")
+    serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
+    other = make_job("fedavg", {"wire": "int8"})
+    with pytest.raises(RunError, match="was started with wire = float32, not int8"):
+        serve(other, LocalGrid(other, tmp_path), {**LIMITS, "resume": str(run)})
+
+
 def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
     job = make_job("fedavg")
     run = tmp_path / "run"

@@ -17,12 +17,12 @@ from rich.console import Console
 from fedprior.data.federated import ClientData
 from fedprior.errors import DataError, FedpriorError, RunError
 from fedprior.flower import checkpoint, messages
-from fedprior.flower.job import MAY_CHANGE, Job, Limits
+from fedprior.flower.job import MAY_CHANGE, SIMULATOR_ONLY, Job, Limits
 from fedprior.flower.node import Node
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
-from fedprior.runs import unused_folder
+from fedprior.runs import difference, unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.server import Record
 
@@ -160,11 +160,10 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
         raise RunError(f"{folder.path} is not a run of Flower; `fedprior resume {folder.path}` resumes a simulation")
-    for table in ("run", "task", "algorithm"):
-        for key in found[table].keys() | now[table].keys():
-            was, value = found[table].get(key), now[table].get(key)
-            if was != value and key not in MAY_CHANGE:
-                raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
+    differs = difference(found, now, {*MAY_CHANGE, *SIMULATOR_ONLY})
+    if differs:
+        key, was, value = differs
+        raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
     # Without a checkpoint it is new, or was stopped in its first round and starts again.
     expected = checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
