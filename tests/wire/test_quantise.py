@@ -139,6 +139,27 @@ def test_floating_point_is_rounded_to_one_of_the_two_neighbours(precision, array
 # ---------------------------------------------------------------------- what must be exact
 
 
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("precision", WHOLE)
+def test_a_negligible_row_is_zero_and_the_others_are_untouched(precision, random):
+    """The error is below the share of the tensor's largest number, and no code is drawn in a row without a scale."""
+    share, draw = 2.0**-8, torch.Generator().manual_seed(0)
+    rows_of = torch.tensor([50.0, 1e-17, -0.3 * share * 50.0, 2 * share * 50.0])
+    message = {"weights": {"w": rows_of[:, None] * (0.5 + 0.5 * torch.rand(4, 200, generator=draw))}}
+    message["weights"]["w"][:, 0] = rows_of
+    plain, chosen = (
+        Layout({"weights": Section({"w": (4, 200)}, negligible=n)}, precision=precision) for n in (0, share)
+    )
+    key = keys.key(5) if random else None
+    coded, expected = quantise(message, chosen, None, key), quantise(message, plain, None, key)
+    assert coded["weights.scales"]["w"][1:3].tolist() == [[0.0], [0.0]]
+    assert not coded["weights"]["w"][1:3].any()
+    assert torch.equal(coded["weights"]["w"][[0, 3]], expected["weights"]["w"][[0, 3]])
+    assert torch.equal(coded["weights.scales"]["w"][[0, 3]], expected["weights.scales"]["w"][[0, 3]])
+    heard = restore(coded, chosen)["weights"]["w"]
+    assert float((heard - message["weights"]["w"])[1:3].abs().max()) < share * 50.0
+
+
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_what_has_not_moved_is_exact(precision):
     """A unit that stayed where it was has a scale of zero; an entry that stayed has code zero."""

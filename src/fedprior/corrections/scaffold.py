@@ -15,6 +15,11 @@ from fedprior.corrections.base import Correction, Support
 from fedprior.trees import Params, Tree
 from fedprior.wire import Layout, Section
 
+NEGLIGIBLE = 2.0**-16
+"""Of a tensor's largest number: a unit below is sent as zeros, where numbers are whole. What a unit that stayed
+silent sends should be zero; rounding leaves about ε |w| / (K η), which would have a scale and codes of its own. Nothing
+adds up: the next change is measured from the c_s that was kept."""
+
 
 class Scaffold(Correction):
     """Control variates for the weights, whatever the prior."""
@@ -48,7 +53,8 @@ class Scaffold(Correction):
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:
         shapes = {name: tuple(value.shape) for name, value in server["control"].items()}
-        return replace(layout, sections={**layout.sections, "control": Section(shapes, support, relative=False)})
+        control = Section(shapes, support, relative=False, negligible=NEGLIGIBLE)
+        return replace(layout, sections={**layout.sections, "control": control})
 
 
 def _zeros(weights: Params) -> Params:

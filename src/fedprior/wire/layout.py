@@ -22,6 +22,8 @@ class Section:
     """What this section is rounded to where messages are rounded, if not to what the others are."""
     models: int = 0
     """How many leading dimensions count models, not units: a mixture's packet has one."""
+    negligible: float = 0.0
+    """A unit whose numbers are all below this share of its tensor's largest is sent as zeros, in whole numbers."""
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of a rounded tensor: one a unit (row), or one for a tensor that has no more than one dimension.

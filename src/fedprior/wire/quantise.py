@@ -86,11 +86,14 @@ def _whole(values: Params, section: Section, levels: int, key: Tensor | None) ->
     largest = [
         _largest(value, shape).reshape(-1) for value, shape in zip(values.values(), shapes.values(), strict=True)
     ]
+    if section.negligible:
+        largest = [_notable(each, section.negligible) for each in largest]
     # All tensors in one vector, here and below: arithmetic on one long vector costs less than on many short ones.
     joint = torch.cat(largest) / levels
     # Numbers without all their digits: a scale of zero says that the unit has not moved.
     joint = torch.where(joint < torch.finfo(joint.dtype).tiny, 0.0, joint)
-    scales, steps = _part(joint, shapes), _part(torch.where(joint > 0, joint, 1.0), shapes)
+    # A step without end: whatever is left of a unit whose scale is zero has code zero, drawn or not.
+    scales, steps = _part(joint, shapes), _part(torch.where(joint > 0, joint, torch.inf), shapes)
     ratio = torch.cat([(value / steps[tensor]).reshape(-1) for tensor, value in values.items()])
     codes = _round(ratio, key).clamp(-levels, levels).to(torch.int8)
     return _part(codes, {tensor: tuple(value.shape) for tensor, value in values.items()}), scales
@@ -102,6 +105,11 @@ def _largest(value: Tensor, shape: tuple[int, ...]) -> Tensor:
         return value.new_zeros(shape)
     dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
     return value.abs().amax(dims, keepdim=True) if dims else value.abs()
+
+
+def _notable(largest: Tensor, share: float) -> Tensor:
+    """Zero for the units of a tensor that are below a share of the largest of them."""
+    return torch.where(largest < share * largest.amax(), 0.0, largest) if largest.numel() else largest
 
 
 def _round(ratio: Tensor, key: Tensor | None) -> Tensor:
