@@ -79,6 +79,7 @@ class Contestant:
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=(done,))
         if watched:
+            self._look()
             watch.start()
         try:
             self.pipe.send("go")
@@ -92,6 +93,7 @@ class Contestant:
             done.set()
             if watched:
                 watch.join()
+                self._look()
         if timed and not self.failed:
             self.seconds.append(self.report["seconds"])
             self.cpu_seconds.append(self.report["cpu_seconds"])
@@ -104,7 +106,11 @@ class Contestant:
 
     def _watch(self, done: threading.Event) -> None:
         while not done.wait(0.05):
-            self.host_bytes = max(self.host_bytes, resident(self.process.pid))
+            self._look()
+
+    def _look(self) -> None:
+        """Before and after a round, too: one on a GPU is shorter than the time between two looks."""
+        self.host_bytes = max(self.host_bytes, resident(self.process.pid))
 
     def result(self) -> dict[str, Any]:
         if self.failed or not self.seconds:  # one that failed half way has fewer rounds than those it is compared with

@@ -1,0 +1,26 @@
+"""What the benchmarks report."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read where Linux keeps it")
+def test_a_round_of_no_time_has_memory(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    peers = __import__("peers")
+    try:
+        mine, theirs = multiprocessing.Pipe()
+        theirs.send({"seconds": 1e-3, "cpu_seconds": 1e-3})  # the answer is there before the question
+        contestant = peers.Contestant("quick", SimpleNamespace(pid=os.getpid()), mine)
+        contestant.turn(timed=True, watched=True)
+        assert contestant.result()["host_mib"] > 20  # an interpreter with torch has many times that
+    finally:
+        for name in [name for name in sys.modules if name == "peers" or name.split(".")[0] == "contestants"]:
+            del sys.modules[name]
