@@ -24,6 +24,18 @@ from fedprior.flower.deploy import APP, _cleared, deploy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 
+# Two devices are enough to be left behind. Tests in a shell's background, or under nohup, ignore these signals, and so
+# would what they start.
+INTERRUPTED = """
+import signal
+from fedprior.flower import deploy
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+deploy.deploy.__kwdefaults__["nodes"] = 2
+deploy.main()
+"""
+
 
 def descendants(marker):
     """Processes that have a text in their command line or environment; a zombie has neither."""
@@ -87,7 +99,7 @@ def test_after_a_failure_logs_stay_and_keys_do_not(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupted_it_leaves_no_process(number, tmp_path):
-    command = [sys.executable, "-m", "fedprior.flower.deploy", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-c", INTERRUPTED, "--out", str(tmp_path / "run")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

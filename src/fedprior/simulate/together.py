@@ -6,10 +6,8 @@ host; at its end one small tensor of numbers comes back.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,72 +25,19 @@ from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.joined import Kept, finite
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.server import Record, client_diverged, server_diverged
-from fedprior.trees import Gates, Tree
-
-
-class Shape(NamedTuple):
-    """What the host must know to make a round's tensors; rounds of one shape share a captured graph."""
-
-    plan: Plan
-    tests: int
-    """Places for a client's test examples."""
-
-
-class Inputs(NamedTuple):
-    """What changes from round to round beside the state."""
-
-    clients: Tensor
-    """[runs, cohort], each run's own numbering."""
-    key: Tensor
-    """[runs]: the key of the round."""
-    memory: Tree
-    """[runs · cohort, …]: what the correction remembers."""
-    examples: Tree
-    """[runs · cohort · places, …]: the cohort's own, where the data stay on the host; see `streaming.py`."""
-
-
-class Numbers(NamedTuple):
-    """What the host reads of a round, one row a run."""
-
-    loss: Tensor
-    up: Tensor
-    down: Tensor
-    fine_clients: Tensor
-    fine_server: Tensor
-    disagreement: Tensor
-    """Mean and maximum total variation; empty where there are no gates."""
-    floored: Tensor
-    """One flag a layer."""
-    correct: Tensor
-
-
-class Outputs(NamedTuple):
-    """Numbers for the records, and the clients' memories."""
-
-    numbers: Numbers
-    memory: Tree
-
-
-@dataclass(frozen=True)
-class Index:
-    """The examples of all runs' clients: client c of run r is the `base[r] + c`-th."""
-
-    rows: Tensor
-    start: Tensor
-    size: Tensor
-
-    @classmethod
-    def of(cls, shards: list[Any], device: torch.device) -> "Index":
-        """The runs' shards one after the other; their rows are of one and the same array."""
-        before = np.cumsum([0, *(len(shard.rows) for shard in shards[:-1])])
-        start = np.concatenate([shard.offsets[:-1] + first for shard, first in zip(shards, before, strict=True)])
-        size = np.concatenate([np.diff(shard.offsets) for shard in shards])
-        rows = torch.cat([shard.rows for shard in shards]) if len(shards) > 1 else shards[0].rows
-        return cls(rows, torch.from_numpy(start).to(device), torch.from_numpy(size).to(device))
-
-    def places(self, clients: Tensor) -> Places:
-        """Of some clients."""
-        return Places(self.rows, self.start[clients], self.size[clients])
+from fedprior.simulate.tensors import (
+    Captured,
+    Index,
+    Inputs,
+    Numbers,
+    Outputs,
+    Shape,
+    disagreement_of,
+    floor_flags,
+    to_device,
+    to_host,
+)
+from fedprior.trees import Tree
 
 
 class Together:
@@ -136,7 +81,7 @@ class Together:
         start = time.perf_counter()
         clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
         outputs = self._replay(shape, inputs)
-        numbers = Numbers(*_to_host(outputs.numbers))
+        numbers = Numbers(*to_host(outputs.numbers))
         fine = numbers.fine_clients.all(1) & numbers.fine_server
         self.counted = any(bool(fine[place]) for place in range(len(fine)) if place not in self.diverged)
         for place, run in enumerate(self.runs):
@@ -181,7 +126,7 @@ class Together:
         chosen, key = torch.tensor(clients), torch.stack(round_keys)
         mine = [pairs[place] for place in ranks.share(len(pairs))]
         examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
-        inputs = Inputs(_to_device(chosen, self.device), _to_device(key, self.device), memory, examples)
+        inputs = Inputs(to_device(chosen, self.device), to_device(key, self.device), memory, examples)
         return clients, shape, inputs
 
     def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
@@ -218,14 +163,14 @@ class Together:
         fine_clients = finite(uploads, 2) & loss.isfinite()
         fine_server = self._m_step(server, uploads, fine_clients.all(1))
         self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
-        floored = floored | _flags(server, 1) | _flags(uploads, 2)
+        floored = floored | floor_flags(server, 1) | floor_flags(uploads, 2)
         numbers = Numbers(
             loss=loss.mean(1),
             up=up,
             down=down,
             fine_clients=fine_clients,
             fine_server=fine_server,
-            disagreement=_disagreement(step.gates, vmap(prior.gates)(packets), number),
+            disagreement=disagreement_of(step.gates, vmap(prior.gates)(packets), number),
             floored=floored,
             correct=correct.unflatten(0, (number, self.cohort)),
         )
@@ -240,11 +185,11 @@ class Together:
             to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
             spoken = to_clients(server, keys.fold(key[:, None], inputs.clients))
             heard, sizes = vmap(vmap(pack))(spoken)
-            down, flags = sizes.sum(1), _flags(spoken, 2)
+            down, flags = sizes.sum(1), floor_flags(spoken, 2)
         else:
             once = vmap(algorithm.broadcast)(server, keys.fold(key, inputs.clients[:, 0]))
             received, sizes = vmap(pack)(once)
-            down, flags = sizes * self.cohort, _flags(once, 1)
+            down, flags = sizes * self.cohort, floor_flags(once, 1)
             # One packet for all: with a single run every client reads the same memory.
             spoken, heard = trees.tree_map(
                 lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), (once, received)
@@ -326,22 +271,6 @@ class Together:
         return record
 
 
-class Captured:
-    """A round as a CUDA graph. Replaying it costs one launch, however many kernels it holds."""
-
-    def __init__(self, fn: Callable[[Inputs], Outputs], inputs: Inputs, pool: Any) -> None:
-        self.inputs: Inputs = Inputs(*(trees.tree_map(Tensor.clone, part) for part in inputs))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.outputs = fn(self.inputs)
-
-    def __call__(self, inputs: Inputs) -> Outputs:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            trees.tree_map(Tensor.copy_, mine, given)
-        self.graph.replay()
-        return self.outputs
-
-
 def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tree) -> TreeOptimiser | None:
     """The server optimisers of all runs as one, with their moments."""
     if algorithm.server is None:
@@ -350,38 +279,3 @@ def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tre
     states = [run.optimiser.state() for run in runs if run.optimiser is not None]
     optimiser.load_rows(states)
     return optimiser
-
-
-def _flags(state: Tree, dims: int) -> Tensor:
-    """[runs, layers]: where the floor acted, for any client if there are clients."""
-    floored = list(state.get("floored", {}).values())
-    if not floored:
-        leaf = next(trees.leaves(state))[1]
-        return torch.zeros(len(leaf), 1, device=leaf.device, dtype=torch.bool)
-    flags = torch.stack(floored, -1) > 0
-    return flags.any(1) if dims == 2 else flags
-
-
-def _disagreement(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor:
-    """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
-    if not server_gates:
-        return torch.zeros(runs, 0)
-    both = [torch.cat([gates[layer].flatten(1) for layer in server_gates], 1) for gates in (client_gates, server_gates)]
-    distances = (both[0] - both[1]).abs().reshape(runs, -1)
-    return torch.stack([distances.mean(1), distances.amax(1)], 1)
-
-
-def _to_host(numbers: Numbers) -> list[Tensor]:
-    """All of them in one copy, which is the only time the host waits for the device."""
-    parts = [part if part.dim() == 2 else part[:, None] for part in numbers]
-    device = numbers.loss.device
-    packed = torch.cat([part.to(device, torch.float64) for part in parts], 1).cpu()
-    split = packed.split([part.shape[1] for part in parts], 1)
-    return [
-        (piece if part.dim() == 2 else piece[:, 0]).to(part.dtype) for piece, part in zip(split, numbers, strict=True)
-    ]
-
-
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

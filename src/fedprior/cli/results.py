@@ -1,24 +1,20 @@
 """The commands for what comes out of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
 
 import csv
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from fedprior import deploy
+from fedprior.cli.terminal import console
 from fedprior.compact.predict import predict
 from fedprior.repeat import repeat_command
 from fedprior.report.watch import watch
 from fedprior.report.write import write_report
 
-# What is piped to a file need not fit a terminal of 80 columns.
-# Labels and paths are shown as they are, brackets and all.
-console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
 SHOWN = 20
 
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
@@ -26,12 +22,6 @@ Client = Annotated[
     int | None,
     typer.Option("--personalise", metavar="CLIENT", help="That client's own model: its E-step from the final server."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
-    for command in (report_command, watch_command, evaluate_command, export_command, predict_command):
-        app.command(command.__name__.removesuffix("_command"))(command)
 
 
 def report_command(
@@ -144,3 +134,6 @@ def _sizes_table(found: dict[str, Any]) -> Table:
                 label, form.format(before[name]), form.format(after[name]), f"{after[name] / before[name]:.1%}"
             )
     return table
+
+
+COMMANDS = (report_command, watch_command, evaluate_command, export_command, predict_command)

@@ -1,0 +1,89 @@
+"""The program `fedprior`: its commands in the order in which its help lists them, its lists, its errors."""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fedprior.algorithms import ALGORITHMS, algorithm_settings, entry
+from fedprior.cli import experiments, results, train
+from fedprior.cli.terminal import console, errors
+from fedprior.errors import FedpriorError
+from fedprior.settings import plain
+from fedprior.simulate import ranks
+from fedprior.tasks import TASKS, task_options
+from fedprior.version import __version__
+
+app = typer.Typer(
+    help="Federated learning as hard EM: an algorithm is a prior over client parameters.",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# typer brings its own copy of click or depends on it; either way this is the base of errors in the command line.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Options before the command."""
+    if version:
+        console.print(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+
+
+def tasks_command() -> None:
+    """List the tasks."""
+    table = Table("task", "what", "options")
+    for name, build in TASKS.items():
+        options = ", ".join(f"{key}={plain(value)}" for key, value in task_options(name, {}).items())
+        table.add_row(name, str(build.__doc__).strip().splitlines()[0], options)
+    console.print(table)
+
+
+def algorithms_command() -> None:
+    """List the algorithms: prior, M-step and settings."""
+    for name in ALGORITHMS:
+        settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
+        about = f"  prior: {entry(name).prior}  M-step: {entry(name).m_step}"
+        console.print(Text.assemble((name, "bold"), about))
+        console.print(Padding(settings, (0, 0, 1, 4)))
+
+
+for command in (*results.COMMANDS, *train.COMMANDS, *experiments.COMMANDS, tasks_command, algorithms_command):
+    app.command(command.__name__.removesuffix("_command"))(command)
+
+
+def main() -> None:
+    """The entry point: errors that are the user's to mend become one line and exit code 2."""
+    debug = "--debug" in sys.argv
+    try:
+        # `torchrun` has started several of us: the others work in silence.
+        with ranks.joined():
+            console.quiet = errors.quiet = not ranks.first()
+            # Accepted anywhere on the line, not only before the command.
+            code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except (FedpriorError, UsageError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        errors.print(f"[bold red]error:[/] {escape(' '.join(text.split()))}", highlight=False, soft_wrap=True)
+        code = 2
+    if code == 130:
+        errors.print(
+            "stopped; `fedprior resume RUN`, or `reproduce` as before, goes on from the last checkpoint", soft_wrap=True
+        )
+    sys.exit(code if isinstance(code, int) else 0)

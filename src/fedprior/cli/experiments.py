@@ -1,0 +1,100 @@
+"""The commands of many runs with one result: `reproduce` and `frontier`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedprior import frontier
+from fedprior.cli.options import (
+    Cohort,
+    DataDir,
+    Device,
+    Rounds,
+    Set,
+    Wire,
+    all_settings,
+    names_in,
+    pairs,
+    seeds_in,
+    sparsities_in,
+)
+from fedprior.cli.terminal import bar, console, name_diverged
+from fedprior.errors import DivergedError
+from fedprior.frontier import BASELINES, SPARSITIES, WIRES
+from fedprior.report import pareto
+from fedprior.report.figures import NoMatplotlibError, save
+from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
+from fedprior.simulate import ranks
+
+ALL_SPARSITIES = ",".join(f"{sparsity:g}" for sparsity in SPARSITIES)
+
+
+def reproduce_command(
+    experiment: Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)}.")],
+    seeds: Annotated[str, typer.Option(help="How many, from 0; or which: 0,1,5.")] = "3",
+    methods: Annotated[str | None, typer.Option(help="Labels separated by commas; all if not given.")] = None,
+    rounds: Rounds = None,
+    wire: Wire = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The experiment's folder; runs/reproduce-EXPERIMENT if not given.")
+    ] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Train nothing; table and figures of what is there.")
+    ] = False,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
+    given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
+    given |= pairs(all_settings(set_, data_dir, wire))
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    folder = out or Path("runs") / f"reproduce-{experiment}"
+    reproduce(experiment, read_seeds(seeds), names, folder, given, console, table_only=table_only)
+
+
+def frontier_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = ALL_SPARSITIES,
+    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = ",".join(WIRES),
+    baselines: Annotated[str, typer.Option(help="Algorithms in full precision, or none.")] = ",".join(BASELINES),
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    rounds: Rounds = None,
+    clients_per_round: Cohort = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Accuracy against bytes: FedSparse for every sparsity × precision, beside others, the Pareto front marked.
+
+    Started again with the same --out, finished runs are kept and the others go on.
+    """
+    folder = out or Path("runs") / f"frontier-{task}"
+    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    options = {key: value for key, value in given.items() if value is not None}
+    settings = pairs(all_settings(set_, data_dir))
+    others = [] if baselines == "none" else names_in(baselines)
+    specs = frontier.plan(
+        task, sparsities_in(sparsities), names_in(wires), others, seeds_in(seeds), settings, folder, options
+    )
+    name_diverged(frontier.train(specs, bar))
+    if not ranks.first():
+        return
+    points = frontier.read(specs)
+    if not points:
+        raise DivergedError("every run of the frontier diverged; lower the learning rates, and choose another --out")
+    title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
+    console.print(pareto.terminal(title, points))
+    (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")
+    paths = [folder / "frontier.md"]
+    try:
+        paths += save(pareto.draw(points), folder, "frontier")
+    except NoMatplotlibError as error:
+        console.print(f"no figure: {error}", highlight=False, markup=False, soft_wrap=True)
+    for path in paths:
+        console.print(f"{path}", soft_wrap=True)
+
+
+COMMANDS = (reproduce_command, frontier_command)

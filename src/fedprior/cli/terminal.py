@@ -1,0 +1,48 @@
+"""What is printed, and where."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from fedprior import sweeps
+from fedprior.errors import DivergedError
+from fedprior.progress import RunProgress
+from fedprior.repeat import repeat_command
+from fedprior.report import markdown_table, summary_table
+from fedprior.report.write import write_report
+from fedprior.simulate import ranks
+
+# What is piped to a file need not fit a terminal of 80 columns.
+# Labels and paths are shown as they are, brackets and all.
+console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+errors = Console(stderr=True)
+
+
+def bar(group: list[sweeps.Spec], rounds: int) -> RunProgress:
+    """One bar for specs that train together."""
+    label = group[0].label if len(group) == 1 else f"{group[0].algorithm} × {len(group)}"
+    return RunProgress(console, label, rounds)
+
+
+def name_diverged(outcomes: list[tuple[sweeps.Spec, sweeps.Outcome]]) -> None:
+    """One line each, on stderr."""
+    for spec, outcome in outcomes:
+        if isinstance(outcome, DivergedError):
+            errors.print(
+                f"[bold red]{escape(spec.label)}, seed {spec.seed}:[/] {escape(str(outcome))}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
+    """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
+    console.print(summary_table(summaries))
+    if ranks.first():
+        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+        write_report([folder], folder / "report.html", repeat=repeat_command)
+    for name in ("table.md", "report.html"):
+        console.print(f"{folder / name}", soft_wrap=True)

@@ -1,0 +1,211 @@
+"""The commands that train: `run`, `compare`, `sweep`, `resume`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedprior import runs, sweeps
+from fedprior.algorithms import algorithm as named_algorithm
+from fedprior.algorithms import algorithm_settings
+from fedprior.budget import read_bytes, sparsity_for
+from fedprior.cli.options import (
+    Board,
+    Budget,
+    Cohort,
+    DataDir,
+    Device,
+    MaxParameters,
+    Rounds,
+    Seed,
+    Set,
+    Sparsity,
+    Wire,
+    all_settings,
+    asked_size,
+    names_in,
+    pairs,
+    seeds_in,
+)
+from fedprior.cli.terminal import bar, conclude, console, name_diverged
+from fedprior.em import Algorithm
+from fedprior.errors import DivergedError, SettingError
+from fedprior.progress import RunProgress
+from fedprior.report import summary_table
+from fedprior.report.tensorboard import TensorBoard
+from fedprior.simulate import Result, RunFolder, ranks
+from fedprior.simulate.run import Settings
+from fedprior.tasks import Task
+from fedprior.tasks import task as named_task
+
+
+def run_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fedsparse if asked for a size."),
+    ] = None,
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    clients_per_round: Cohort = None,
+    sparsity: Sparsity = None,
+    max_parameters: MaxParameters = None,
+    budget: Budget = None,
+    wire: Wire = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
+    label: Annotated[str | None, typer.Option(help="A name for this setting of the algorithm.")] = None,
+    tensorboard: Board = None,
+    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+) -> None:
+    """Train one algorithm on one task."""
+    size = asked_size(sparsity, max_parameters, budget)
+    algorithm = algorithm or ("fedsparse" if size or budget else "fedavg")
+    folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
+    result = _run(
+        task,
+        [algorithm],
+        rounds,
+        seed,
+        clients_per_round,
+        device,
+        [folder],
+        label,
+        [*all_settings(set_, data_dir, wire), *size],
+        tensorboard,
+        budget,
+    )
+    console.print(summary_table([r.summary for r in result]))
+    console.print(f"{folder}", soft_wrap=True)
+
+
+def compare_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithms: Annotated[str, typer.Option(help="Names, separated by commas.")] = "fedavg,fedsparse",
+    rounds: Rounds = None,
+    seed: Seed = 0,
+    clients_per_round: Cohort = None,
+    sparsity: Sparsity = None,
+    max_parameters: MaxParameters = None,
+    budget: Budget = None,
+    wire: Wire = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
+    ] = None,
+    tensorboard: Board = None,
+    set_: Set = [],  # noqa: B006
+) -> None:
+    """Train several algorithms on one task and print one table."""
+    names = names_in(algorithms)
+    if not names or len(set(names)) != len(names):
+        raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
+    folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
+    _check_unused([folder])
+    folders = [folder / name for name in names]
+    settings = [*all_settings(set_, data_dir, wire), *asked_size(sparsity, max_parameters, budget)]
+    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard, budget)
+    conclude([r.summary for r in results], folder)
+
+
+def sweep_command(
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedsparse",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    rounds: Rounds = None,
+    clients_per_round: Cohort = None,
+    wire: Wire = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for the runs; runs/sweep-TASK if not given.")] = None,
+    set_: Annotated[
+        list[str],
+        typer.Option("--set", help="key=value, or key=value,value,… for one run each. Repeatable.", show_default=False),
+    ] = [],  # noqa: B006  # as above
+) -> None:
+    """Train every combination of seeds and settings; on a GPU, those that differ in numbers only train together.
+
+    A sweep that was stopped goes on when it is started again with the same --out.
+    """
+    chosen = out or runs.unused_folder(Path("runs") / f"sweep-{task}")
+    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    options = {key: value for key, value in given.items() if value is not None}
+    specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
+    left = sweeps.unfinished(specs)
+    name_diverged(list(zip(left, sweeps.train(left, bar), strict=True)))
+    summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
+    if not summaries:
+        raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
+    conclude(summaries, chosen)
+
+
+def resume_command(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
+    """Go on where a run was stopped."""
+    folder = RunFolder(run)
+    about, settings, _, _ = runs.read_config(folder)
+    with RunProgress(console, about["label"], settings.rounds) as progress:
+        progress.catch_up(folder.records())
+        result = runs.resume(run, progress=progress)
+    console.print(summary_table([result.summary]))
+
+
+def _run(
+    task: str,
+    names: list[str],
+    rounds: int | None,
+    seed: int,
+    clients_per_round: int | None,
+    device: str,
+    folders: list[Path],
+    label: str | None,
+    set_: list[str],
+    tensorboard: Path | None = None,
+    budget: str | None = None,
+) -> list[Result]:
+    """Check everything first, then train one after the other."""
+    for_run, for_task, for_algorithms = runs.sort_settings(pairs(set_), task, names)
+    options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
+    given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
+    _check_unused(folders)
+    built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
+    settings = runs.run_settings({**built.defaults, **given}, built)
+    own = {name: {**built.algorithms.get(name, {}), **for_algorithms[name]} for name in names}
+    if budget is not None:
+        _stay_within(read_bytes(budget), built, own, settings)
+    chosen = [named_algorithm(name, built.network, **own[name]) for name in names]
+    results = []
+    for one, folder in zip(chosen, folders, strict=True):
+        board_folder = tensorboard / folder.name if tensorboard else None
+        with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
+            progress.also = board
+            results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
+    return results
+
+
+def _stay_within(budget: int, task: Task, own: dict[str, dict[str, Any]], settings: Settings) -> None:
+    """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
+    able = [name for name in own if "sparsity" in algorithm_settings(name, {})]
+    if not able:
+        raise SettingError(f"--budget is for FedSparse, not for {', '.join(own)}")
+    for name in able:
+        if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
+            raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
+        build = partial(_with_sparsity, name, task, own[name])
+        own[name]["sparsity"] = sparsity_for(budget, build, task.network.params(), settings, task.data.clients)
+        console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)
+
+
+def _with_sparsity(name: str, task: Task, own: dict[str, Any], sparsity: float) -> Algorithm:
+    return named_algorithm(name, task.network, **{**own, "sparsity": sparsity})
+
+
+def _check_unused(folders: list[Path]) -> None:
+    """Before anything is computed; of several ranks only the first makes folders."""
+    for folder in folders if ranks.first() else []:
+        RunFolder(folder).check_unused()
+
+
+COMMANDS = (run_command, compare_command, sweep_command, resume_command)
