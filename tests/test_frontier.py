@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fedprior import frontier
 from fedprior.errors import SettingError
 from fedprior.report import pareto
-from fedprior.report.pareto import Point, points_of
+from fedprior.report.pareto import Point, Reference, points_of
 from fedprior.report.records import Estimate
 
 
@@ -92,6 +92,30 @@ def test_table_and_figure_show_every_point():
     ]
     text = pareto.markdown("title", points)
     assert [line.split("|")[1].strip() for line in text.splitlines() if "| p" in line] == ["p2", "p0", "p1", "p3"]
-    figure = pareto.draw(points)
-    shown = sum(len(line.get_xdata()) for line in figure.axes[0].lines if line.get_label() != "front")
-    assert shown == len(points)
+    published = [Reference("FedAvg", 3.0, 50.0, None), Reference("FedDrop", 2.0, 51.0, 60.0)]
+    figure = pareto.draw(points, published)
+    marks = {line.get_label(): line.get_xdata() for line in figure.axes[0].lines}
+    crosses = next(list(xs) for label, xs in marks.items() if "the paper's" in str(label))
+    assert crosses == [3.0, 2.0]
+    assert sum(len(xs) for xs in marks.values()) == len(points) + len(published) + sum(p.best for p in points)
+    assert [text.get_text() for text in figure.axes[1].texts] == ["FedDrop"]  # the other has no local accuracy
+
+
+def test_runs_of_another_folder_stand_beside_and_never_twice(tmp_path: Path):
+    """Those of the task, under labels that the frontier does not have itself."""
+    options = {"rounds": 1, "clients_per_round": 2, "mode": "vectorised"}
+    mine = frontier.plan("mnist-mini", [], [], ["fedavg"], [0], {}, tmp_path / "mine", options)
+    others = frontier.plan("mnist-mini", [0.9], ["int4"], ["fedavg"], [0], {}, tmp_path / "others", options)
+    frontier.train([*mine, *others])
+    found = frontier.read(mine, tmp_path / "others")
+    assert [run.label for run in found] == ["fedavg", "90% sparse, int4"]
+    assert found[0].path == mine[0].out
+    with pytest.raises(SettingError, match="holds no run of mnist-mini"):
+        frontier.read(mine, tmp_path / "nowhere")
+
+
+def test_the_papers_points_are_those_of_its_table():
+    points = {point.label: point for point in frontier.published("cifar10", 1000)}
+    assert list(points) == ["FedAvg", "FedDrop", "FedL1", "FedSparse, low", "FedSparse, mid", "FedSparse, high"]
+    assert (points["FedSparse, high"].gib, points["FedSparse, high"].global_accuracy) == (23, 68.4)
+    assert frontier.published("cifar10", 10) == []

@@ -146,7 +146,7 @@ def spike_slab(
         return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, bool(average))
     for_asked = {"shrink": shrink, "conv_rate": conv_rate, "linear_rate": linear_rate, "average": average}
     for name, value in for_asked.items():
-        if value is not None:
+        if value:  # a task may say that there is none
             raise SettingError(f"{name} is for FedSparse asked for a sparsity; without one there is λ₀")
     prior = SpikeSlab(
         gating=gating,

@@ -12,8 +12,9 @@ from typing import Any
 from fedprior import runs, sweeps
 from fedprior.algorithms import ALGORITHMS
 from fedprior.errors import SettingError
-from fedprior.report.pareto import Point, points_of
-from fedprior.report.records import Run, group_runs, read_run
+from fedprior.report.pareto import Reference
+from fedprior.report.records import Run, find_runs, read_run
+from fedprior.reproduce import EXPERIMENTS
 from fedprior.settings import nearest
 from fedprior.wire.precision import Wire
 
@@ -82,7 +83,31 @@ def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> li
     return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
-def read(specs: Sequence[sweeps.Spec]) -> list[Point]:
-    """The points of the runs that are finished, in the order of the specs."""
+def read(specs: Sequence[sweeps.Spec], beside: Path | None = None) -> list[Run]:
+    """The runs that are finished: those of the specs, then those with other labels in the folder `beside`."""
     found = [read_run(spec.out) for spec in specs]
-    return points_of(group_runs(run for run in found if isinstance(run, Run) and run.finished))
+    own = {spec.label for spec in specs}
+    found += [run for run in _others(beside, specs[0].task) if run.label not in own] if beside else []
+    return [run for run in found if isinstance(run, Run) and run.finished]
+
+
+def _others(folder: Path, task: str) -> list[Run]:
+    """The runs of a task in a folder of them."""
+    of_task = [run for run in find_runs(folder).runs if run.task == task]
+    if not of_task:
+        raise SettingError(f"{folder} holds no run of {task}")
+    return of_task
+
+
+def published(task: str, rounds: int) -> list[Reference]:
+    """The paper's points for a task, where it has an experiment of so many rounds; each once."""
+    found: dict[tuple[float | None, ...], Reference] = {}
+    for experiment in EXPERIMENTS.values():
+        if (experiment.task, experiment.rounds) != (task, rounds):
+            continue
+        for method in experiment.methods:
+            row = method.paper
+            if row.gib:
+                accuracies = [cell.mean if cell else None for cell in (row.global_accuracy, row.local_accuracy)]
+                found.setdefault((row.gib.mean, *accuracies), Reference(method.name, row.gib.mean, *accuracies))
+    return list(found.values())

@@ -3,10 +3,14 @@
 import re
 
 import pytest
+import torch
 
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, ResNet20
 from fedprior.reproduce import EXPERIMENTS, experiment, plan, read_seeds
+from fedprior.tasks import task
+
+FIXED = {"partition_seed": 0}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -40,12 +44,23 @@ def test_the_papers_gigabytes_of_fedavg_follow_from_the_network_and_the_rounds(n
 def test_more_pressure_means_fewer_bytes_and_more_sparsity_in_the_paper(name):
     rows = {method.label: method.paper for method in experiment(name).methods}
     levels = [rows[f"fedsparse-{level}"] for level in ("low", "mid", "high")]
-    strengths = [
-        m.settings["lambda0"] for m in experiment(name).methods if m.label in ("fedsparse-low", "fedsparse-mid")
-    ]
+    settings = {method.label: method.settings for method in experiment(name).methods}
+    strengths = [settings[f"lambda0-{level}"]["lambda0"] for level in ("low", "mid", "high")]
     assert [row.sparsity.mean for row in levels] == sorted(row.sparsity.mean for row in levels)
     assert [row.gib.mean for row in levels] == sorted((row.gib.mean for row in levels), reverse=True)
     assert strengths == sorted(strengths)
+    for level, row in zip(("low", "mid", "high"), levels, strict=True):  # asked for what the paper had
+        assert settings[f"fedsparse-{level}"]["sparsity"] == pytest.approx(row.sparsity.mean / 100)
+        assert rows[f"lambda0-{level}"] == row
+
+
+def test_runs_of_all_seeds_may_have_one_partition():
+    one, other, own = (task("mnist-mini", seed=seed, **chosen) for seed, chosen in ((1, FIXED), (2, FIXED), (2, {})))
+    assert one.data.fingerprint() == other.data.fingerprint() != own.data.fingerprint()
+    assert task("mnist-mini", seed=0).data.fingerprint() == one.data.fingerprint()
+    weights = [next(iter(found.network.params().values())) for found in (one, other, own)]
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
 
 
 def test_with_and_without_server_pruning_differ_in_nothing_else():
@@ -77,7 +92,7 @@ def test_given_settings_reach_the_methods_that_know_them(tmp_path):
     )
     for spec in specs:
         assert (spec.run_settings["batch_size"], spec.run_settings["rounds"]) == ("8", "2")
-        assert spec.task_options == {"alpha": "0.5"}
+        assert spec.task_options == {"alpha": "0.5", **FIXED}
         assert (spec.algorithm_settings.get("lambda0") == "1") == (spec.algorithm == "fedsparse")
     for given, match in (
         ({"lambda1": "1"}, "did you mean 'lambda0'"),

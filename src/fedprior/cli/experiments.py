@@ -24,6 +24,7 @@ from fedprior.errors import DivergedError
 from fedprior.frontier import BASELINES, SPARSITIES, WIRES
 from fedprior.report import pareto
 from fedprior.report.figures import NoMatplotlibError, save
+from fedprior.report.records import group_runs
 from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
 from fedprior.simulate import ranks
 
@@ -64,12 +65,16 @@ def frontier_command(
     clients_per_round: Cohort = None,
     device: Device = "auto",
     data_dir: DataDir = None,
+    beside: Annotated[
+        Path | None, typer.Option(help="A folder of finished runs of the task, whose points are shown as well.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
     set_: Set = [],  # noqa: B006
 ) -> None:
     """Accuracy against bytes: FedSparse for every sparsity × precision, beside others, the Pareto front marked.
 
-    Started again with the same --out, finished runs are kept and the others go on.
+    Where the paper has the same experiment its points are drawn as crosses. Started again with the same --out, finished
+    runs are kept and the others go on.
     """
     folder = out or Path("runs") / f"frontier-{task}"
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
@@ -82,15 +87,17 @@ def frontier_command(
     name_diverged(frontier.train(specs, bar))
     if not ranks.first():
         return
-    points = frontier.read(specs)
-    if not points:
+    found = frontier.read(specs, beside)
+    if not found:
         raise DivergedError("every run of the frontier diverged; lower the learning rates, and choose another --out")
+    points = pareto.points_of(group_runs(found))
+    references = frontier.published(task, len(found[0].rounds))
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
     console.print(pareto.terminal(title, points))
     (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")
     paths = [folder / "frontier.md"]
     try:
-        paths += save(pareto.draw(points), folder, "frontier")
+        paths += save(pareto.draw(points, references), folder, "frontier")
     except NoMatplotlibError as error:
         console.print(f"no figure: {error}", highlight=False, markup=False, soft_wrap=True)
     for path in paths:

@@ -5,7 +5,6 @@ with the extra `fedprior[report]`.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +195,8 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
     known = dict(names or {})
     for group in groups:
         known.setdefault(group.label, group.label)
-    looks = islice(cycle(zip(COLOURS, DASHES, strict=True)), len(known))
+    # Beyond the last colour they begin anew, with other dashes.
+    looks = [(COLOURS[i % 8], DASHES[(i + 6 * (i // 8)) % 8]) for i in range(len(known))]
     return {
         label: {"color": colour, "linestyle": dashes, "label": name}
         for (label, name), (colour, dashes) in zip(known.items(), looks, strict=True)

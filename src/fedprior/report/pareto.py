@@ -11,6 +11,7 @@ from fedprior.report.records import Estimate, Group
 from fedprior.report.table import markdown_lines
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEADER = ("run", "global %", "local %", "GiB", "sparsity %", "seeds", "front")
@@ -31,6 +32,16 @@ class Point:
     """On the Pareto front: no other point has fewer bytes and a higher global accuracy."""
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A published point, drawn beside the others and not compared with them; accuracies in percent."""
+
+    label: str
+    gib: float
+    global_accuracy: float | None
+    local_accuracy: float | None
+
+
 def points_of(groups: Sequence[Group]) -> list[Point]:
     """One point a group, the front marked."""
     points = [
@@ -48,10 +59,12 @@ def points_of(groups: Sequence[Group]) -> list[Point]:
 
 
 def _family(group: Group) -> str:
-    """Runs that were asked for a sparsity belong together by the precision of their messages."""
+    """Runs that were asked for a sparsity belong together by the precision of their messages, others by algorithm."""
     config = group.runs[0].config
-    asked = config["algorithm"].get("sparsity", "none") != "none"
-    return f"FedSparse, {config['run'].get('wire', 'float32')}" if asked else group.label
+    if "sparsity" not in config["algorithm"]:
+        return str(config["run"]["algorithm"])
+    asked = config["algorithm"]["sparsity"] != "none"
+    return f"FedSparse, {config['run'].get('wire', 'float32')}" if asked else "FedSparse by λ₀"
 
 
 def _beats(one: Point, other: Point) -> bool:
@@ -89,27 +102,17 @@ def _by_bytes(points: Sequence[Point]) -> list[Point]:
     return sorted(points, key=lambda point: point.gib.mean)
 
 
-def draw(points: Sequence[Point]) -> "Figure":
+def draw(points: Sequence[Point], references: Sequence[Reference] = ()) -> "Figure":
     """Global accuracy above local accuracy, against total GiB on a logarithmic axis, the front as a line."""
     with figure_style():
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-        families = list(dict.fromkeys(point.family for point in points))
-        figure = Figure((1.5 * COLUMN, 4.6), layout="constrained")
+        figure = Figure((1.5 * COLUMN, 4.8), layout="constrained")
         panels = figure.subplots(2, 1, sharex=True)
         for axes, kind in zip(panels, ("global", "local"), strict=True):
-            for number, family in enumerate(families):
-                chosen = [point for point in _by_bytes(points) if point.family == family]
-                values = [getattr(point, f"{kind}_accuracy") for point in chosen]
-                axes.errorbar(
-                    [point.gib.mean for point in chosen],
-                    [100 * value.mean for value in values],
-                    [100 * value.error if value.count > 1 else 0.0 for value in values],
-                    fmt="o" if family.startswith("FedSparse") else "s",
-                    markersize=4,
-                    color=COLOURS[number % len(COLOURS)],
-                    label=family,
-                )
+            _scatter(axes, points, kind)
+            _mark(axes, references, kind)
             axes.set_ylabel(f"{kind} accuracy (%)")
         front = [point for point in _by_bytes(points) if point.best]
         panels[0].plot(
@@ -121,5 +124,44 @@ def draw(points: Sequence[Point]) -> "Figure":
             label="front",
         )
         panels[1].set(xscale="log", xlabel="GiB communicated in the whole run")
+        panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panels[1].xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panels[1].xaxis.set_minor_formatter(NullFormatter())
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
     return figure
+
+
+def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
+    """The points with their standard errors, a colour a family."""
+    for number, family in enumerate(dict.fromkeys(point.family for point in points)):
+        chosen = [point for point in _by_bytes(points) if point.family == family]
+        values = [getattr(point, f"{kind}_accuracy") for point in chosen]
+        axes.errorbar(
+            [point.gib.mean for point in chosen],
+            [100 * value.mean for value in values],
+            [100 * value.error if value.count > 1 else 0.0 for value in values],
+            fmt="o" if family.startswith("FedSparse") else "s",
+            markersize=4,
+            color=COLOURS[number % len(COLOURS)],
+            label=family,
+        )
+
+
+def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
+    """Published points as crosses, each with its name beside it."""
+    known = [(one, getattr(one, f"{kind}_accuracy")) for one in references]
+    known = [(one, value) for one, value in known if value is not None]
+    if not known:
+        return
+    axes.plot(
+        [one.gib for one, _ in known],
+        [value for _, value in known],
+        linestyle="none",
+        marker="x",
+        markersize=4,
+        color="#555555",
+        label="the paper's (low, mid, high: FedSparse)",
+    )
+    for one, value in known:
+        name = one.label.removeprefix("FedSparse, ")
+        axes.annotate(name, (one.gib, value), (3, -7), textcoords="offset points", fontsize=6, color="#555555")

@@ -52,7 +52,7 @@ def mnist_mini(
         algorithms={
             **dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), adam),
             **{
-                name: {**adam, "server_threshold_optimiser": "Adamax(lr=0.0175)"}
+                name: {**adam, "server_threshold_optimiser": "Adamax(lr=0.0175)", "linear_rate": 0.0}
                 for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
             },
         },
