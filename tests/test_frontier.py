@@ -94,10 +94,10 @@ def test_table_and_figure_show_every_point():
     assert [line.split("|")[1].strip() for line in text.splitlines() if "| p" in line] == ["p2", "p0", "p1", "p3"]
     published = [Reference("FedAvg", 3.0, 50.0, None), Reference("FedDrop", 2.0, 51.0, 60.0)]
     figure = pareto.draw(points, published)
-    marks = {line.get_label(): line.get_xdata() for line in figure.axes[0].lines}
-    crosses = next(list(xs) for label, xs in marks.items() if "the paper's" in str(label))
+    marks = [(str(line.get_label()), list(line.get_xdata())) for line in figure.axes[0].lines]
+    crosses = next(xs for label, xs in marks if "the paper's" in label)
     assert crosses == [3.0, 2.0]
-    assert sum(len(xs) for xs in marks.values()) == len(points) + len(published) + sum(p.best for p in points)
+    assert sum(len(xs) for _, xs in marks) == len(points) + len(published) + sum(p.best for p in points)
     assert [text.get_text() for text in figure.axes[1].texts] == ["FedDrop"]  # the other has no local accuracy
 
 

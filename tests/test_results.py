@@ -1,0 +1,94 @@
+"""The records under results/: the documents show what they say, and what is claimed of them holds."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from fedprior.report.records import Group, find_runs, group_runs
+from fedprior.reproduce import experiment, plan
+from fedprior.reproduce.plan import differences
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+ASKED = ("0.5", "0.8", "0.9")
+
+
+def groups(*folders: str) -> dict[str, Group]:
+    """All groups in some folders of records, none of them broken."""
+    found = [find_runs(RESULTS / folder) for folder in folders]
+    assert not [one.broken for one in found if one.broken]
+    return {group.label: group for one in found for group in group_runs(one.runs)}
+
+
+def percent(group: Group, name: str) -> float:
+    return 100 * group.final(name).mean
+
+
+def test_every_document_shows_the_tables_of_the_records():
+    script = importlib.util.spec_from_file_location("fill", ROOT / "scripts" / "fill_reproduction.py")
+    fill = importlib.util.module_from_spec(script)
+    script.loader.exec_module(fill)
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert fill.fill(text, RESULTS) == text
+    rows = (RESULTS / "frontier" / "frontier.md").read_text(encoding="utf-8").splitlines()[2:]
+    frontier = (ROOT / "docs" / "frontier.md").read_text(encoding="utf-8").splitlines()
+    assert all(row in frontier for row in rows)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "femnist", "scaffold"])
+def test_the_records_are_of_the_experiment_as_it_is_now(name):
+    """Settings, labels and seeds; and the table is made of these numbers."""
+    found = {(run.label, run.seed): run for run in find_runs(RESULTS / name).runs}
+    assert found
+    specs = {(spec.label, spec.seed): spec for spec in plan(experiment(name), [0, 1, 2], RESULTS / name, {})}
+    table = (RESULTS / name / "table.md").read_text(encoding="utf-8")
+    for key, run in found.items():
+        assert run.finished
+        # Where the data lay is the only thing that a user's own run would have otherwise.
+        assert not [one for one in differences(specs[key], run) if not one.startswith("data_dir")]
+    for label, group in groups(name).items():
+        shown = next(method.name for method in experiment(name).methods if method.label == label)
+        assert f"| {shown} | {percent(group, 'global_accuracy'):.1f}" in table
+
+
+def test_cifar10_asked_for_the_papers_sparsity_has_its_accuracy_with_fewer_bytes():
+    found = groups("cifar10")
+    rows = {method.label: method.paper for method in experiment("cifar10").methods}
+    assert percent(found["fedavg"], "global_accuracy") >= rows["fedavg"].global_accuracy.mean - 1.5
+    for label in ("fedsparse-low", "fedsparse-mid", "fedsparse-high"):
+        group, paper = found[label], rows[label]
+        assert percent(group, "global_accuracy") >= paper.global_accuracy.mean - 1.5
+        assert group.final("gib").mean <= paper.gib.mean
+        assert percent(group, "local_accuracy") > percent(found["fedavg"], "local_accuracy")
+        assert percent(group, "sparsity") == pytest.approx(paper.sparsity.mean, abs=0.5)
+
+
+def test_the_asked_sparsity_is_reached_from_every_initialisation_and_no_layer_is_dead():
+    found = groups("frontier", "initialisations")
+    labels = {f"{100 * float(asked):g}% sparse, int4": float(asked) for asked in ASKED}
+    labels |= {f"fedsparse init={init},sparsity={asked}": float(asked) for init in ("glorot", "he") for asked in ASKED}
+    for label, asked in labels.items():
+        for run in found[label].runs:
+            assert abs(run.summary["sparsity"] - asked) <= 0.02
+            layers = [value for key, value in run.rounds[-1].items() if key.startswith("sparsity/")]
+            assert layers
+            assert max(layers) < 0.99
+            assert run.summary["global_accuracy"] > 0.6
+
+
+@pytest.mark.parametrize(("gib", "below"), [(6.5, 1.0), (3.0, 3.0), (1.1, 5.0)])
+def test_with_so_many_bytes_the_frontier_is_no_further_below_fedavg(gib, below):
+    found = groups("frontier", "cifar10")
+    least, local = (percent(found["fedavg"], f"{kind}_accuracy") for kind in ("global", "local"))
+    affordable = [group for label, group in found.items() if "sparse," in label and group.final("gib").mean <= gib]
+    best = max(affordable, key=lambda group: group.final("global_accuracy").mean)
+    assert percent(best, "global_accuracy") >= least - below
+    assert percent(best, "local_accuracy") > local
+
+
+def test_femnist_mid_is_within_a_point_of_fedavg_with_half_of_its_bytes():
+    found = groups("femnist")
+    for kind in ("global_accuracy", "local_accuracy"):
+        assert percent(found["fedsparse-mid"], kind) >= percent(found["fedavg"], kind) - 1
+    assert found["fedsparse-mid"].final("gib").mean <= 0.55 * found["fedavg"].final("gib").mean
