@@ -39,6 +39,7 @@ def mnist_mini(
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on 12,000 embedded MNIST digits, divided by Dirichlet(α) among clients."""
+    options = _options(locals())
     images = embedded_digits(validation)
     parts = dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed))
     adam = {"server_optimiser": "Adam(lr=0.003)"}
@@ -56,13 +57,7 @@ def mnist_mini(
                 for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
             },
         },
-        options={
-            "clients": clients,
-            "alpha": alpha,
-            "init": init,
-            "validation": validation,
-            "partition_seed": partition_seed,
-        },
+        options=options,
     )
 
 
@@ -77,6 +72,7 @@ def cifar10(
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
+    options = _options(locals())
     images, _ = _load(hub.CIFAR10.repository, data_dir, validation)
     return _image_task(
         "cifar10",
@@ -85,14 +81,7 @@ def cifar10(
         lambda: initialise(lambda: LeNet5(channels=3, side=32, classes=10), init, seed),
         defaults={"rounds": 1000, "batch_size": 64, "evaluate_every": 10},
         algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
-        options={
-            "clients": clients,
-            "alpha": alpha,
-            "init": init,
-            "data_dir": data_dir,
-            "validation": validation,
-            "partition_seed": partition_seed,
-        },
+        options=options,
     )
 
 
@@ -108,6 +97,7 @@ def cifar100(
     partition_seed: int | None = None,
 ) -> Task:
     """ResNet20 with GroupNorm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
+    options = _options(locals())
     images, (coarse, test_coarse) = _load(hub.CIFAR100.repository, data_dir, validation)
     return _image_task(
         "cifar100",
@@ -119,10 +109,7 @@ def cifar100(
             **dict.fromkeys(("fedavg", "fedprox", "fedl1"), ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.1, "output_rate": 0.0},
         },
-        options={
-            **{"clients": clients, "alpha": alpha, "beta": beta},
-            **{"init": init, "data_dir": data_dir, "validation": validation, "partition_seed": partition_seed},
-        },
+        options=options,
     )
 
 
@@ -136,6 +123,7 @@ def femnist(
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
+    options = _options(locals())
     x, y, owners, scale = _load_femnist(data_dir)
     division = _either(partition_seed, seed)
     train, test = by_writer(owners, division, test_fraction)
@@ -154,13 +142,7 @@ def femnist(
             "feddrop": {**ADAM, "conv_rate": 0.2, "linear_rate": 0.4},
             "fedl1": {**ADAM, "strength": 1e-3},
         },
-        options={
-            "test_fraction": test_fraction,
-            "init": init,
-            "data_dir": data_dir,
-            "validation": validation,
-            "partition_seed": partition_seed,
-        },
+        options=options,
         classes=62,
     )
 
@@ -175,6 +157,7 @@ def mnist_scaffold(
     partition_seed: int | None = None,
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
+    options = _options(locals())
     images, _ = _load(hub.MNIST.repository, data_dir, validation)
     return _image_task(
         "mnist-scaffold",
@@ -184,13 +167,7 @@ def mnist_scaffold(
         defaults={"rounds": 400, "batch_size": 20, "evaluate_every": 10},
         # The only units feed the output, so the gates are the weights'.
         algorithms={name: {"structured": False} for name in ("fedsparse", "fedsparse+scaffold")},
-        options={
-            "clients": clients,
-            "init": init,
-            "data_dir": data_dir,
-            "validation": validation,
-            "partition_seed": partition_seed,
-        },
+        options=options,
     )
 
 
@@ -213,6 +190,7 @@ def hub_images(
     partition_seed: int | None = None,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided by Dirichlet(α)."""
+    options = _options(locals())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
         raise SettingError(f"name a set of the Hub, as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}")
     if side < 0:
@@ -229,11 +207,7 @@ def hub_images(
         lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
         defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
         algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
-        options={
-            **{"dataset": dataset, "image": image, "label": label, "train": train, "test": test, "subset": subset},
-            **{"side": side, "model": model, "clients": clients, "alpha": alpha},
-            **{"init": init, "data_dir": data_dir, "validation": validation, "partition_seed": partition_seed},
-        },
+        options=options,
         classes=classes,
     )
 
@@ -255,6 +229,11 @@ def _load(repository: str, data_dir: str, validation: bool) -> tuple[Images, tup
     images, (kept, rows) = _split(arrays, validation)
     coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", _tested(validation))]
     return images, (coarse[0][kept], coarse[1][rows])
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A factory's options, which are all that it was called with but the seed."""
+    return {name: value for name, value in given.items() if name != "seed"}
 
 
 def _either(partition_seed: int | None, seed: int) -> int:
