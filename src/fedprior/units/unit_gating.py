@@ -1,0 +1,171 @@
+"""One gate a unit, a filter or neuron."""
+
+import torch
+from torch import Tensor
+
+from fedprior import kernels
+from fedprior.kernels import gates as gate_kernels
+from fedprior.trees import Gates, Params
+from fedprior.units.gating import Gating
+from fedprior.units.structure import Layer, Reader, Structure
+from fedprior.units.tables import Tables
+
+
+class UnitGating(Gating):
+    """One gate a unit: a filter or neuron, and with it the columns that read it downstream."""
+
+    def __init__(self, structure: Structure, *, floor: int = 1) -> None:
+        super().__init__(floor)
+        self.structure = structure
+        self.shapes = structure.shapes
+        self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
+        self.axes = {layer.name: layer.axis for layer in structure.layers}
+        self.wiring = repr((structure.layers, structure.readers))
+        self.tables = Tables(structure, floor)
+        self.listeners = _listeners(structure)
+        heard = (parameter for source, _, _ in self.listeners for parameter in structure.owned[source])
+        self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.tables.readers), *heard]))
+        self.fused = self._fused(structure)
+
+    def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
+        """The layers as the GPU's kernels take them; None: some have another form."""
+        for layer in structure.layers:
+            ranks = [len(self.shapes[name]) for name in layer.parameters]
+            if layer.axis != 0 or len(ranks) > gate_kernels.MOST or any(rank > 1 for rank in ranks[1:]):
+                return None
+        return tuple(gate_kernels.Gated(layer.size, len(layer.parameters)) for layer in structure.layers) or None
+
+    def detached_norms(self, params: Params) -> Tensor:
+        if self.fused and kernels.usable(next(iter(params.values()))):
+            return gate_kernels.norms(self.fused, [params[name] for name in self._owned()])
+        return super().detached_norms(params)
+
+    def scale(self, params: Params, joint: Tensor) -> Params:
+        if self.fused and kernels.usable(joint):
+            names = self._owned()
+            scaled = gate_kernels.scale(self.fused, joint, [params[name] for name in names])
+            return {**params, **dict(zip(names, scaled, strict=True))}
+        return super().scale(params, joint)
+
+    def prune(self, params: Params, gates: Gates) -> Params:
+        joint = self.join(gates)
+        if not (self.fused and kernels.usable(joint)):
+            return super().prune(params, gates)
+        pruned = self.scale(params, joint)
+        for reader, values in self._columns(joint):
+            columns = self._along(values, reader.parameter, 1)
+            pruned[reader.parameter] = pruned[reader.parameter] * columns
+        return pruned
+
+    def _owned(self) -> list[str]:
+        """The gated parameters, layer by layer."""
+        return [name for layer in self.structure.layers for name in layer.parameters]
+
+    def joint_norms(self, params: Params) -> Tensor:
+        most = max(len(layer.parameters) for layer in self.structure.layers)
+        parts = [
+            torch.cat([self._part_norms(layer, i, params) for layer in self.structure.layers]) for i in range(most)
+        ]
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0) if most > 1 else parts[0]
+        return joint
+
+    def _part_norms(self, layer: Layer, index: int, params: Params) -> Tensor:
+        """The norms of the rows (or columns) of a layer's `index`-th parameter; zeros if it has fewer."""
+        if index >= len(layer.parameters):
+            return params[layer.parameters[0]].new_zeros(layer.size)
+        values = params[layer.parameters[index]].transpose(0, layer.axis)
+        norms: Tensor = torch.linalg.vector_norm(values.reshape(layer.size, -1), dim=1) if values.dim() > 1 else values
+        return norms
+
+    def strengths(self, params: Params) -> Gates:
+        """The norm of the weights that make a unit, times the norm of those that read it."""
+        heard: Gates = {}
+        for reader in self.structure.readers:
+            squares = params[reader.parameter].square().transpose(0, 1).flatten(1).sum(1)
+            for source in reader.sources:
+                if self.axes.get(source) == 0:
+                    read = squares.unflatten(0, (-1, reader.repeat)).sum(1)
+                    # A single channel that is added to many is read wherever they are.
+                    read = read.sum(0, keepdim=True) if self.gate_shapes[source] == (1,) else read
+                    heard[source] = heard.get(source, 0.0) + read
+        norms = self.norms(params)
+        return {layer: norm * heard[layer].sqrt() if layer in heard else norm for layer, norm in norms.items()}
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            layer.name: sum(torch.Size(self.shapes[name]).numel() // layer.size for name in layer.parameters)
+            for layer in self.structure.layers
+        }
+
+    def rows(self, gates: Gates) -> Params:
+        return {
+            name: self._along(gates[layer.name], name, layer.axis)
+            for layer in self.structure.layers
+            for name in layer.parameters
+        }
+
+    def _along(self, values: Tensor, parameter: str, axis: int) -> Tensor:
+        """Values for the rows (axis 0) or columns (axis 1) of a parameter, broadcastable to it."""
+        rank = len(self.shapes[parameter])
+        return values.reshape(*[1] * axis, -1, *[1] * (rank - 1 - axis))
+
+    def apply(self, params: Params, gates: Gates) -> Params:
+        rows = self.rows(gates)
+        return {name: value * rows[name] if name in rows else value for name, value in params.items()}
+
+    def mask(self, gates: Gates) -> Params:
+        masks = self.rows(gates)
+
+        def narrow(parameter: str, values: Tensor, axis: int) -> None:
+            values = self._along(values, parameter, axis)
+            masks[parameter] = masks[parameter] * values if parameter in masks else values
+
+        for source, values in self._heard(
+            gates
+        ).items():  # a unit that nobody reads is gone, though its own gate be open
+            for parameter in self.structure.owned[source]:
+                narrow(parameter, values, 0)
+        for reader, values in self._columns(self.join(gates)):
+            narrow(reader.parameter, values, 1)
+        return masks
+
+    def _columns(self, joint: Tensor) -> list[tuple[Reader, Tensor]]:
+        """For every reader that can fall silent, all at once: is a column heard from any of its sources?"""
+        if not self.tables.readers:
+            return []
+        closed = 1 - joint
+        heard, unheard = (self.tables.on(name, closed.device) for name in ("heard", "unheard"))
+        silent = closed[heard].masked_fill(unheard, 1.0).prod(-1)
+        pieces = (1 - silent).split(self.tables.columns)
+        return [
+            (reader, piece if reader.repeat == 1 else piece.repeat_interleave(reader.repeat))
+            for reader, piece in zip(self.tables.readers, pieces, strict=True)
+        ]
+
+    def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
+        """As in the base class, all layers at once."""
+        joint, scored = self.join(gates), self.join(scores)
+        places, absent, back, least = (
+            self.tables.on(name, joint.device) for name in ("gates", "absent", "back", "least")
+        )
+        gate, score = joint[places].masked_fill(absent, 0.0), scored[places].masked_fill(absent, -torch.inf)
+        best = torch.zeros_like(gate).scatter(1, score.topk(min(self.least, score.shape[1])).indices, 1.0)
+        short = gate.sum(1) < least
+        kept = torch.where(short[:, None], torch.maximum(gate, best), gate).flatten()[back]
+        acted = short.to(joint.dtype)
+        return self.part(kept), {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
+
+    def _heard(self, gates: Gates) -> Gates:
+        """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
+        deaf: Gates = {}
+        for source, layer, repeat in self.listeners:
+            deaf[source] = deaf.get(source, 1.0) * (1 - gates[layer].reshape(-1, repeat)).prod(1)
+        return {source: 1 - values for source, values in deaf.items()}
+
+
+def _listeners(structure: Structure) -> list[tuple[str, str, int]]:
+    """Sources all of whose readers have gates on their inputs, with each such reader's layer and repeat."""
+    on_inputs = {layer.name for layer in structure.layers if layer.axis == 1}
+    pairs = [(s, r.parameter.removesuffix(".weight"), r.repeat) for r in structure.readers for s in r.sources]
+    loud = {source for source, layer, _ in pairs if layer not in on_inputs or source not in structure.owned}
+    return [pair for pair in pairs if pair[0] not in loud]
