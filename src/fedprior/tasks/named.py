@@ -7,7 +7,6 @@ task's options. With `validation` a part of the training set takes the place of 
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,16 @@ from torch import nn
 from fedprior.data import FederatedData, by_writer, dirichlet, hub, pachinko, single_class
 from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import Shards
-from fedprior.data.images import Images, Scale, normalise, numbered_labels
+from fedprior.data.images import Images, numbered_labels
 from fedprior.data.partition import Parts
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
 from fedprior.network import Network
 from fedprior.tasks.base import Task
+from fedprior.tasks.loading import hold_out, load, load_femnist, split
 
 # The paper's server optimiser, for every method that it compares.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
-HELD_OUT = 0.1
 
 
 def mnist_mini(
@@ -73,7 +72,7 @@ def cifar10(
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
     options = _options(locals())
-    images, _ = _load(hub.CIFAR10.repository, data_dir, validation)
+    images, _ = load(hub.CIFAR10.repository, data_dir, validation)
     return _image_task(
         "cifar10",
         images,
@@ -98,7 +97,7 @@ def cifar100(
 ) -> Task:
     """ResNet20 with GroupNorm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
     options = _options(locals())
-    images, (coarse, test_coarse) = _load(hub.CIFAR100.repository, data_dir, validation)
+    images, (coarse, test_coarse) = load(hub.CIFAR100.repository, data_dir, validation)
     return _image_task(
         "cifar100",
         images,
@@ -124,7 +123,7 @@ def femnist(
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
     options = _options(locals())
-    x, y, owners, scale = _load_femnist(data_dir)
+    x, y, owners, scale = load_femnist(data_dir)
     division = _either(partition_seed, seed)
     train, test = by_writer(owners, division, test_fraction)
     if validation:  # a second split of each writer's training examples
@@ -158,7 +157,7 @@ def mnist_scaffold(
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
     options = _options(locals())
-    images, _ = _load(hub.MNIST.repository, data_dir, validation)
+    images, _ = load(hub.MNIST.repository, data_dir, validation)
     return _image_task(
         "mnist-scaffold",
         images,
@@ -198,7 +197,7 @@ def hub_images(
     splits = (train,) if test == "none" else (train, test)
     arrays = hub.load(hub.Source(dataset, image, {"label": label}, splits, subset, side), data_dir)
     arrays = numbered_labels(arrays, dataset)
-    images, _ = _split(arrays if "test_label" in arrays else _hold_out(arrays), validation)
+    images, _ = split(arrays if "test_label" in arrays else hold_out(arrays), validation)
     classes = int(max(images.y.max(), images.test_y.max())) + 1
     return _image_task(
         "hub",
@@ -222,15 +221,6 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
-@lru_cache(maxsize=2)
-def _load(repository: str, data_dir: str, validation: bool) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
-    """Training and test images and, where there are any, their coarse labels. Kept, so that runs share one copy."""
-    arrays = hub.load(hub.SOURCES[repository], data_dir)
-    images, (kept, rows) = _split(arrays, validation)
-    coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", _tested(validation))]
-    return images, (coarse[0][kept], coarse[1][rows])
-
-
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """A factory's options, which are all that it was called with but the seed."""
     return {name: value for name, value in given.items() if name != "seed"}
@@ -239,40 +229,6 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 def _either(partition_seed: int | None, seed: int) -> int:
     """The seed of the partition: the run's, if it has none of its own."""
     return seed if partition_seed is None else partition_seed
-
-
-def _tested(validation: bool) -> str:
-    """The split that stands in as the test set."""
-    return "train" if validation else "test"
-
-
-def _hold_out(arrays: hub.Arrays) -> hub.Arrays:
-    """A tenth of the training set as the test set, for a data set without one; always the same tenth."""
-    order = np.random.RandomState(0).permutation(len(arrays["train_label"]))
-    held = max(round(HELD_OUT * len(order)), 1)
-    rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
-    return {f"{part}_{name}": arrays[f"train_{name}"][rows[part]] for part in rows for name in ("image", "label")}
-
-
-def _split(arrays: hub.Arrays, validation: bool) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
-    """Training and test images, and which rows they are; for validation both come from the training set."""
-    count = len(arrays["train_label"])
-    order = np.random.RandomState(0).permutation(count) if validation else np.arange(count)
-    held = round(HELD_OUT * count) if validation else 0
-    kept, other = np.sort(order[held:]), np.sort(order[:held])
-    test = _tested(validation)
-    rows = other if validation else np.arange(len(arrays["test_label"]))
-    x, test_x, scale = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows])
-    labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))
-    return Images(x, labels[0], test_x, labels[1], scale), (kept, rows)
-
-
-@lru_cache(maxsize=1)
-def _load_femnist(data_dir: str) -> tuple[torch.Tensor, np.ndarray, np.ndarray, Scale]:
-    """Images, characters, writers, and how the images were normalised."""
-    arrays = hub.load(hub.FEMNIST, data_dir)
-    x, _, scale = normalise(arrays["train_image"], arrays["train_image"][:1])
-    return x, arrays["train_label"].astype(np.int64), arrays["train_writer"], scale
 
 
 def _image_task(
