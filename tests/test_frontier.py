@@ -1,6 +1,7 @@
 """The frontier: which runs, which points are on the front, and that a frontier can be gone on with."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from fedprior import frontier
 from fedprior.errors import SettingError
 from fedprior.report import pareto
 from fedprior.report.pareto import Point, Reference, points_of
-from fedprior.report.records import Estimate
+from fedprior.report.records import Estimate, find_runs
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class OneGroup:
@@ -107,15 +110,23 @@ def test_runs_of_another_folder_stand_beside_and_never_twice(tmp_path: Path):
     mine = frontier.plan("mnist-mini", [], [], ["fedavg"], [0], {}, tmp_path / "mine", options)
     others = frontier.plan("mnist-mini", [0.9], ["int4"], ["fedavg"], [0], {}, tmp_path / "others", options)
     frontier.train([*mine, *others])
-    found = frontier.read(mine, tmp_path / "others")
+    found = frontier.read(mine, frontier.beside(tmp_path / "others", "mnist-mini"))
     assert [run.label for run in found] == ["fedavg", "90% sparse, int4"]
     assert found[0].path == mine[0].out
+    assert frontier.comparable(found) == (found, [])
+    short = replace(found[1], rounds=())
+    alike, notes = frontier.comparable([found[0], short])
+    assert alike == [found[0]]
+    assert "rounds = 0, not 1; left out" in notes[0]
     with pytest.raises(SettingError, match="holds no run of mnist-mini"):
-        frontier.read(mine, tmp_path / "nowhere")
+        frontier.beside(tmp_path / "nowhere", "mnist-mini")
 
 
 def test_the_papers_points_are_those_of_its_table():
-    points = {point.label: point for point in frontier.published("cifar10", 1000)}
+    run = next(run for run in find_runs(RESULTS / "cifar10").runs if run.label == "fedavg")
+    points = {point.label: point for point in frontier.published(run)}
     assert list(points) == ["FedAvg", "FedDrop", "FedL1", "FedSparse, low", "FedSparse, mid", "FedSparse, high"]
     assert (points["FedSparse, high"].gib, points["FedSparse, high"].global_accuracy) == (23, 68.4)
-    assert frontier.published("cifar10", 10) == []
+    assert frontier.published(replace(run, rounds=run.rounds[:10])) == []
+    tuned = {**run.config, "task": {**run.config["task"], "validation": True}}
+    assert frontier.published(replace(run, config=tuned)) == []

@@ -115,9 +115,9 @@ def spike_slab(
     prune_below: float = 0.1,
     dense_rounds: int | None = None,
     shrink: float | None = None,
-    conv_rate: float | None = None,
-    linear_rate: float | None = None,
-    average: bool | None = None,
+    conv_rate: float = 0.0,
+    linear_rate: float = 0.0,
+    average: bool = False,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -132,7 +132,7 @@ def spike_slab(
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form.
 
     With a sparsity, or a number of parameters at most, the gates are assigned to reach it, and there are no thresholds;
-    without one, λ₀ decides. `shrink`, the two rates of dropout and `average` are for the former only.
+    without one, λ₀ decides. `shrink`, the two rates of dropout and `average` matter to the former only.
     """
     gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
@@ -141,13 +141,11 @@ def spike_slab(
         # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
         dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
         share = (0.05 if dense else 1.0) if shrink is None else shrink
-        conv, linear = _rates(conv_rate, linear_rate, structured)
-        budgeted = Budgeted(gating, sparsity, precision, dense, share, conv, linear, _drawn(gating, conv, linear))
-        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, bool(average))
-    for_asked = {"shrink": shrink, "conv_rate": conv_rate, "linear_rate": linear_rate, "average": average}
-    for name, value in for_asked.items():
-        if value:  # a task may say that there is none
-            raise SettingError(f"{name} is for FedSparse asked for a sparsity; without one there is λ₀")
+        drawn = _drawn(gating, conv_rate, linear_rate)
+        budgeted = Budgeted(gating, sparsity, precision, dense, share, conv_rate, linear_rate, drawn)
+        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, average)
+    if shrink is not None:
+        raise SettingError("shrink is for FedSparse asked for a sparsity; without one there is λ₀")
     prior = SpikeSlab(
         gating=gating,
         lambda0=lambda0,
@@ -173,19 +171,17 @@ def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
     return max(0.0, 1 - parameters / gating.parameters)
 
 
-def _rates(conv: float | None, linear: float | None, structured: bool) -> tuple[float, float]:
-    """Dropout of the units that are kept: half of the neurons, if nothing else is said. docs/algorithms.md has why."""
-    if not structured and (conv or linear):
-        raise SettingError("conv_rate and linear_rate are of units: fedsparse-unstructured has none")
-    return conv or 0.0, (0.5 if structured else 0.0) if linear is None else linear
-
-
 def _drawn(gating: Gating, conv: float, linear: float) -> dict[str, str]:
-    """Of every layer but the output's whether it is a convolution or linear; nothing if no unit is ever left out."""
+    """Of every layer whose units may be left out whether it is a convolution or linear; nothing if none ever is.
+
+    Not the output's units, and not those of gates on inputs, which may be the data's own.
+    """
     if not isinstance(gating, UnitGating):
+        if conv or linear:
+            raise SettingError("conv_rate and linear_rate are of units: fedsparse-unstructured has none")
         return {}
-    hidden = [layer for layer in gating.structure.layers if layer.name not in gating.structure.output_layers]
-    kinds = {layer.name: layer.kind for layer in hidden}
+    outputs = gating.structure.output_layers
+    kinds = {x.name: x.kind for x in gating.structure.layers if x.axis == 0 and x.name not in outputs}
     return kinds if any(conv if kind == "conv" else linear for kind in kinds.values()) else {}
 
 

@@ -15,12 +15,15 @@ from fedprior.errors import SettingError
 from fedprior.report.pareto import Reference
 from fedprior.report.records import Run, find_runs, read_run
 from fedprior.reproduce import EXPERIMENTS
-from fedprior.settings import nearest
+from fedprior.settings import nearest, plain
+from fedprior.tasks import task_options
 from fedprior.wire.precision import Wire
 
 SPARSITIES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95)
 WIRES = ("float32", "int8/int4", "int4")
 BASELINES = ("fedavg", "feddrop", "fedl1")
+OWN = "partition_seed"
+"""An option of a task that a frontier may have otherwise than the paper's experiment."""
 
 
 def plan(
@@ -83,15 +86,15 @@ def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> li
     return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
-def read(specs: Sequence[sweeps.Spec], beside: Path | None = None) -> list[Run]:
-    """The runs that are finished: those of the specs, then those with other labels in the folder `beside`."""
+def read(specs: Sequence[sweeps.Spec], others: Sequence[Run] = ()) -> list[Run]:
+    """The finished runs of the specs, then of the others those with labels of their own."""
     found = [read_run(spec.out) for spec in specs]
     own = {spec.label for spec in specs}
-    found += [run for run in _others(beside, specs[0].task) if run.label not in own] if beside else []
+    found += [run for run in others if run.label not in own]
     return [run for run in found if isinstance(run, Run) and run.finished]
 
 
-def _others(folder: Path, task: str) -> list[Run]:
+def beside(folder: Path, task: str) -> list[Run]:
     """The runs of a task in a folder of them."""
     of_task = [run for run in find_runs(folder).runs if run.task == task]
     if not of_task:
@@ -99,11 +102,31 @@ def _others(folder: Path, task: str) -> list[Run]:
     return of_task
 
 
-def published(task: str, rounds: int) -> list[Reference]:
-    """The paper's points for a task, where it has an experiment of so many rounds; each once."""
+def comparable(runs_found: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """The runs that are like the first in rounds and task, and one line for each of the others."""
+    first, alike, notes = runs_found[0], [], []
+    for run in runs_found:
+        here, there = ({**_task(one), "rounds": len(one.rounds)} for one in (first, run))
+        apart = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+        if apart:
+            notes.append(f"{run.path}: {apart[0]} = {there.get(apart[0])}, not {here.get(apart[0])}; left out")
+        else:
+            alike.append(run)
+    return alike, notes
+
+
+def _task(run: Run) -> dict[str, Any]:
+    """The options that make a run's task; where its data lay and how its weights began is not among them."""
+    return {key: value for key, value in run.config["task"].items() if key not in ("data_dir", "init")}
+
+
+def published(run: Run) -> list[Reference]:
+    """The paper's points of the experiment that a run is of, each once; none where its rounds or task are others."""
     found: dict[tuple[float | None, ...], Reference] = {}
     for experiment in EXPERIMENTS.values():
-        if (experiment.task, experiment.rounds) != (task, rounds):
+        usual = task_options(experiment.task, {}) if experiment.task == run.task else {}
+        same = all(_task(run).get(key, plain(value)) == plain(value) for key, value in usual.items() if key != OWN)
+        if experiment.task != run.task or experiment.rounds != len(run.rounds) or not same:
             continue
         for method in experiment.methods:
             row = method.paper

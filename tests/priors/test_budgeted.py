@@ -14,6 +14,7 @@ from fedprior.errors import SettingError
 from fedprior.models import LeNet5, ResNet20, initialise
 from fedprior.network import Network
 from fedprior.priors import Budgeted
+from fedprior.priors.tuned import tuned
 from fedprior.units import UnitGating, find_structure
 
 
@@ -227,13 +228,23 @@ def test_the_shipped_network_has_of_a_unit_what_clients_have_on_average():
     torch.testing.assert_close(outputs(trees.row(prior.predict(server), 0)), mean, rtol=0, atol=0.02)
 
 
-def test_output_layers_and_networks_without_hidden_linear_layers_have_no_dropout():
-    """ResNet20 has none; there every client is sent the same network."""
+def test_only_hidden_units_are_left_out():
+    """Neither outputs nor the data's own features; and where there are no hidden neurons all get the same network."""
     network = Network(ResNet20(3, 100), torch.zeros(3, 32, 32))
-    assert not fedprior.algorithm("fedsparse", network, sparsity=0.5).prior.per_client
+    assert not fedprior.algorithm("fedsparse", network, sparsity=0.5, linear_rate=0.5).prior.per_client
     network = Network(LeNet5(1, 28, 10), torch.zeros(1, 28, 28))
-    prior = fedprior.algorithm("fedsparse", network, sparsity=0.5, gate_output=True).prior
+    prior = fedprior.algorithm("fedsparse", network, sparsity=0.5, linear_rate=0.5, gate_output=True).prior
     assert (prior.rate("fc1"), prior.rate("fc2")) == (0.5, 0.0)
+    network = Network(net_of(5, 8, 3), torch.zeros(5))
+    inputs = fedprior.algorithm("fedsparse", network, sparsity=0.3, linear_rate=0.5, linear_gates="inputs").prior
+    assert not inputs.per_client
+
+
+def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
+    network = Network(net_of(5, 8, 3), torch.zeros(5))
+    priors = [fedprior.algorithm("fedsparse", network, sparsity=0.3, linear_rate=rate).prior for rate in (0.0, 0.5)]
+    with pytest.raises(SettingError, match="cannot be stacked"):
+        tuned(priors, torch.zeros(()))
 
 
 @pytest.mark.parametrize(
@@ -250,8 +261,7 @@ def test_output_layers_and_networks_without_hidden_linear_layers_have_no_dropout
         ({"sparsity": 0.5, "linear_rate": 1.0}, "linear_rate must be at least 0 and below 1"),
         ({"sparsity": 0.5, "conv_rate": -0.1}, "conv_rate must be at least 0 and below 1"),
         ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "fedsparse-unstructured has none"),
-        ({"linear_rate": 0.5}, "linear_rate is for FedSparse asked for a sparsity"),
-        ({"average": True}, "average is for FedSparse asked for a sparsity"),
+        ({"shrink": 0.5}, "shrink is for FedSparse asked for a sparsity"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):

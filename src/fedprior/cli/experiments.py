@@ -84,14 +84,18 @@ def frontier_command(
     specs = frontier.plan(
         task, sparsities_in(sparsities), names_in(wires), others, seeds_in(seeds), settings, folder, options
     )
+    others_found = frontier.beside(beside, task) if beside else []
     name_diverged(frontier.train(specs, bar))
     if not ranks.first():
         return
-    found = frontier.read(specs, beside)
+    found = frontier.read(specs, others_found)
     if not found:
         raise DivergedError("every run of the frontier diverged; lower the learning rates, and choose another --out")
+    found, notes = frontier.comparable(found)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     points = pareto.points_of(group_runs(found))
-    references = frontier.published(task, len(found[0].rounds))
+    references = frontier.published(found[0])
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
     console.print(pareto.terminal(title, points))
     (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedprior.errors import SettingError
 from fedprior.priors.base import Explain, Prior, Term
 from fedprior.trees import Gates, Params, Tree
 from fedprior.wire import Layout
@@ -17,6 +18,8 @@ def tuned(priors: Sequence[Prior], like: Tensor) -> tuple[Prior, Tree]:
     differing = [name for name in first.scalars if len({getattr(prior, name) for prior in priors}) > 1]
     if not differing:
         return first, {}
+    if len({prior.per_client for prior in priors}) > 1:
+        raise SettingError("runs that send all clients one packet cannot be stacked with runs that do not")
     values = {name: like.new_tensor([getattr(prior, name) for prior in priors]) for name in differing}
     return Tuned(first), {"settings": values}
 

@@ -63,7 +63,7 @@ def _family(group: Group) -> str:
     config = group.runs[0].config
     if "sparsity" not in config["algorithm"]:
         return str(config["run"]["algorithm"])
-    asked = config["algorithm"]["sparsity"] != "none"
+    asked = any(config["algorithm"].get(name, "none") != "none" for name in ("sparsity", "max_parameters"))
     return f"FedSparse, {config['run'].get('wire', 'float32')}" if asked else "FedSparse by λ₀"
 
 
@@ -78,7 +78,7 @@ def _cells(point: Point) -> list[str]:
     def percent(value: Estimate) -> str:
         return f"{100 * value.mean:.1f}" + (f" ± {100 * value.error:.1f}" if value.count > 1 else "")
 
-    numbers = [percent(point.global_accuracy), percent(point.local_accuracy), f"{point.gib.mean:.3g}"]
+    numbers = [percent(point.global_accuracy), percent(point.local_accuracy), f"{point.gib.mean:#.3g}"]
     mark = "*" if point.best else ""
     return [point.label, *numbers, f"{100 * point.sparsity.mean:.1f}", str(point.gib.count), mark]
 
