@@ -164,4 +164,7 @@ def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
     )
     for one, value in known:
         name = one.label.removeprefix("FedSparse, ")
-        axes.annotate(name, (one.gib, value), (3, -7), textcoords="offset points", fontsize=6, color="#555555")
+        up = 4 if name.startswith("Fed") else -9
+        axes.annotate(
+            name, (one.gib, value), (0, up), textcoords="offset points", ha="center", fontsize=6, color="#555555"
+        )
