@@ -58,14 +58,14 @@ class Algorithm:
         return {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
 
     def settle(self, server: Tree) -> Tree:
-        """The state after an M-step, with its weights taken into the average: w̄ ← w̄ + (w − w̄) · 10 / (t + 9).
+        """The state after an M-step, with its weights taken into the average: w̄ ← w̄ + (w − w̄) · 20 / (t + 19).
 
-        Polynomial decay (Shamir and Zhang 2013): about the last tenth of the rounds counts, however many there are.
+        Polynomial decay (Shamir and Zhang 2013): about the last twentieth of the rounds counts, however many there are.
         """
         if not self.average:
             return server
         rounds = server["averaged"]["rounds"] + 1
-        share = 10 / (rounds + 9)
+        share = 20 / (rounds + 19)
         average = {name: value + (server["weights"][name] - value) * share for name, value in server["average"].items()}
         return {**server, "average": average, "averaged": {"rounds": rounds}}
 

@@ -15,6 +15,7 @@ from fedprior import ALGORITHMS, keys, trees
 from fedprior.data.federated import Shards
 from fedprior.keys import Purpose
 from fedprior.simulate.batches import ClientBatches, Schedule
+from fedprior.simulate.run import Settings, build
 
 HEADER = 24
 """Bytes before the payload, as wire/codec.py's docstring lists them: 4 + 1 + 1 + 2 + 8 + 4 + 4."""
@@ -459,3 +460,23 @@ def test_evaluation_happens_on_its_rounds_and_after_the_last(small_task):
 def test_a_diverged_client_is_named_with_its_round(diverging_task, mode):
     with pytest.raises(fedprior.DivergedError, match=r"client 1 diverged in round 1\b"):
         fedprior.run(diverging_task(), "fedavg", mode=mode, clients_per_round=3)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "feddrop", "fedsparse"])
+def test_what_is_shipped_is_the_average_of_the_rounds_late_ones_counting_more(small_task, name):
+    """Against the weights that polynomial decay comes to: round i of n counts as (i + 18)! / (i − 1)! does."""
+    task = small_task(dtype=torch.float64)
+    asked = {"sparsity": 0.3} if name == "fedsparse" else {}
+    algorithm = fedprior.algorithm(name, task.network, average=True, **asked)
+    sim = build(algorithm, task.network, task.data, Settings(**{**task.defaults, "rounds": 4}))
+    seen = []
+    for _ in range(4):
+        sim.step(evaluate=False)
+        seen.append(sim.server["weights"])
+    counts = [math.factorial(i + 18) / math.factorial(i - 1) for i in range(1, 5)]
+    for key, value in sim.server["average"].items():
+        expected = sum(c * weights[key] for c, weights in zip(counts, seen, strict=True)) / sum(counts)
+        torch.testing.assert_close(value, expected)
+    shipped = algorithm.predict(sim.server)
+    plain = algorithm.prior.predict({**sim.server, "weights": sim.server["average"]})
+    assert all(torch.equal(shipped[key], value) for key, value in plain.items())
