@@ -62,8 +62,6 @@ class Algorithm:
 
         Polynomial decay (Shamir and Zhang 2013): about the last twentieth of the rounds counts, however many there are.
         """
-        if not self.average:
-            return server
         rounds = server["averaged"]["rounds"] + 1
         share = 20 / (rounds + 19)
         average = {name: value + (server["weights"][name] - value) * share for name, value in server["average"].items()}
@@ -229,9 +227,11 @@ def m_step(
     def realise(uploads: Tree, server: Tree) -> Tree:
         return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
 
+    settle = lift(algorithm.settle) if algorithm.average else _as_is
     absorbed = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
     if optimiser is None:
-        return lift(algorithm.settle)(lift(prior.solve)(lift(realise)(uploads, server), absorbed))
+        solved: Tree = settle(lift(prior.solve)(lift(realise)(uploads, server), absorbed))
+        return solved
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
@@ -244,7 +244,8 @@ def m_step(
         grads = _gradient(lift(objective))(variables, server, lift(realise)(uploads, server))[0]
     optimiser.load(variables)
     optimiser.step(grads)
-    return lift(algorithm.settle)({**server, **clone(optimiser.values)})
+    updated: Tree = settle({**server, **clone(optimiser.values)})
+    return updated
 
 
 def _given(batch: Batch) -> Params:
@@ -280,8 +281,8 @@ def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
     return adopt
 
 
-def _as_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn
+def _as_is(anything: Any) -> Any:
+    return anything
 
 
 def _gradient(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tree, Tensor]]:

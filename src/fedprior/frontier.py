@@ -129,8 +129,9 @@ def published(run: Run) -> list[Reference]:
         if experiment.task != run.task or experiment.rounds != len(run.rounds) or not same:
             continue
         for method in experiment.methods:
-            row = method.paper
+            # Of "FedSparse, low" the level: a figure has little room.
+            row, name = method.paper, method.name.split(", ")[-1]
             if row.gib:
                 accuracies = [cell.mean if cell else None for cell in (row.global_accuracy, row.local_accuracy)]
-                found.setdefault((row.gib.mean, *accuracies), Reference(method.name, row.gib.mean, *accuracies))
+                found.setdefault((row.gib.mean, *accuracies), Reference(name, row.gib.mean, *accuracies))
     return list(found.values())

@@ -45,7 +45,7 @@ def reproduce_command(
     table_only: Annotated[
         bool, typer.Option("--table-only", help="Train nothing; table and figures of what is there.")
     ] = False,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
     given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
@@ -69,7 +69,7 @@ def frontier_command(
         Path | None, typer.Option(help="A folder of finished runs of the task, whose points are shown as well.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Accuracy against bytes: FedSparse for every sparsity × precision, beside others, the Pareto front marked.
 

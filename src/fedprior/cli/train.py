@@ -97,7 +97,7 @@ def compare_command(
         Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
     ] = None,
     tensorboard: Board = None,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train several algorithms on one task and print one table."""
     names = names_in(algorithms)

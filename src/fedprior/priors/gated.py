@@ -44,10 +44,24 @@ def joint_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Tensor:
     return keys.uniform(key, (sum(torch.Size(shape).numel() for shape in gating.gate_shapes.values()),), dtype)
 
 
-class GlobalGates(Prior):
-    """Gates that the server decides and a client takes as they are: φ | z = 1 ~ N(w, 1/λ), φ | z = 0 = 0."""
+class Gated(Prior):
+    """A prior with gates: messages hold what the gates leave of the weights."""
 
     gating: Gating
+
+    def support(self, gates: Gates) -> Params:
+        return self.gating.mask(gates)
+
+    def downlink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+    def uplink(self, server: Tree) -> Layout:
+        return gated_layout(self.gating, server)
+
+
+class GlobalGates(Gated):
+    """Gates that the server decides and a client takes as they are: φ | z = 1 ~ N(w, 1/λ), φ | z = 0 = 0."""
+
     precision: float
 
     def rate(self, layer: str) -> float:
@@ -88,12 +102,3 @@ class GlobalGates(Prior):
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}
-
-    def support(self, gates: Gates) -> Params:
-        return self.gating.mask(gates)
-
-    def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)

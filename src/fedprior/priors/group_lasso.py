@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from fedprior.errors import SettingError
-from fedprior.priors.base import Prior, Term
-from fedprior.priors.gated import gated_layout
+from fedprior.priors.base import Term
+from fedprior.priors.gated import Gated
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.wire import Layout
 
 
 @dataclass(frozen=True)
-class GroupLasso(Prior):
+class GroupLasso(Gated):
     """A group-lasso penalty of strength λ, which is also the threshold."""
 
     gating: Gating
@@ -69,15 +68,6 @@ class GroupLasso(Prior):
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         gates, floored = self._threshold(local["weights"])
         return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
-
-    def support(self, gates: Gates) -> Params:
-        return self.gating.mask(gates)
-
-    def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(server["open"]))

@@ -22,8 +22,8 @@ from torch import Tensor
 from fedprior import kernels
 from fedprior.errors import SettingError
 from fedprior.kernels import concrete
-from fedprior.priors.base import Explain, Prior, Term
-from fedprior.priors.gated import gated_layout, gated_mean, joint_draws
+from fedprior.priors.base import Explain, Term
+from fedprior.priors.gated import Gated, gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -41,7 +41,7 @@ NO_THRESHOLD, OPEN = -100.0, 100.0
 
 
 @dataclass(frozen=True)
-class SpikeSlab(Prior):
+class SpikeSlab(Gated):
     """Spike and slab with magnitude thresholds, unit by unit or weight by weight as `gating` says."""
 
     gating: Gating
@@ -289,18 +289,12 @@ class SpikeSlab(Prior):
     def downlink(self, server: Tree) -> Layout:
         return gated_layout(self.gating, server, thresholds=True)
 
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
-
     def follow(self, packet: Tree, weights: Params) -> Tree:
         """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
         v = self.gating.join(packet["thresholds"])
         moved = self._thresholds(self.gating.detached_norms(weights), self.joint_logits(packet))
         moves = (self.gating.join(packet["gates"]) > 0) & (v > NO_THRESHOLD / 2)
         return {"thresholds": self.gating.part(torch.where(moves, moved, v))}
-
-    def support(self, gates: Gates) -> Params:
-        return self.gating.mask(gates)
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:

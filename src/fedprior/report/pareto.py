@@ -23,11 +23,13 @@ class Point:
 
     label: str
     family: str
-    """What a figure gives one colour: the precision of FedSparse's messages, or another algorithm."""
+    """What a figure gives one colour: an algorithm and, where it was asked for a size, its messages' precision."""
     gib: Estimate
     global_accuracy: Estimate
     local_accuracy: Estimate
     sparsity: Estimate
+    asked: bool = False
+    """Whether the runs were asked for a size."""
     best: bool = False
     """On the Pareto front: no other point has fewer bytes and a higher global accuracy."""
 
@@ -52,19 +54,23 @@ def points_of(groups: Sequence[Group]) -> list[Point]:
             group.final("global_accuracy"),
             group.final("local_accuracy"),
             group.final("sparsity"),
+            _asked(group),
         )
         for group in groups
     ]
     return [replace(point, best=not any(_beats(other, point) for other in points)) for point in points]
 
 
+def _asked(group: Group) -> bool:
+    """Whether a group's runs were asked for a size."""
+    settings = group.runs[0].config["algorithm"]
+    return any(settings.get(name, "none") != "none" for name in ("sparsity", "max_parameters"))
+
+
 def _family(group: Group) -> str:
-    """Runs that were asked for a sparsity belong together by the precision of their messages, others by algorithm."""
-    config = group.runs[0].config
-    if "sparsity" not in config["algorithm"]:
-        return str(config["run"]["algorithm"])
-    asked = any(config["algorithm"].get(name, "none") != "none" for name in ("sparsity", "max_parameters"))
-    return f"FedSparse, {config['run'].get('wire', 'float32')}" if asked else "FedSparse by λ₀"
+    """Runs that were asked for a size belong together by the precision of their messages, others by algorithm."""
+    run = group.runs[0].config["run"]
+    return f"{run['algorithm']}, {run.get('wire', 'float32')}" if _asked(group) else str(run["algorithm"])
 
 
 def _beats(one: Point, other: Point) -> bool:
@@ -140,7 +146,7 @@ def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
             [point.gib.mean for point in chosen],
             [100 * value.mean for value in values],
             [100 * value.error if value.count > 1 else 0.0 for value in values],
-            fmt="o" if family.startswith("FedSparse") else "s",
+            fmt="o" if chosen[0].asked else "s",
             markersize=4,
             color=COLOURS[number % len(COLOURS)],
             label=family,
@@ -160,11 +166,10 @@ def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
         marker="x",
         markersize=4,
         color="#555555",
-        label="the paper's (low, mid, high: FedSparse)",
+        label="the paper's",
     )
     for one, value in known:
-        name = one.label.removeprefix("FedSparse, ")
-        up = 4 if name.startswith("Fed") else -9
+        up = -9 if one.label.islower() else 4  # levels below, algorithms above
         axes.annotate(
-            name, (one.gib, value), (0, up), textcoords="offset points", ha="center", fontsize=6, color="#555555"
+            one.label, (one.gib, value), (0, up), textcoords="offset points", ha="center", fontsize=6, color="#555555"
         )
