@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedprior.kernels.gates import fold, unfold
-from fedprior.kernels.launch import cdiv, target
+from fedprior.kernels.launch import row_grid, target
 
 BLOCK = 256
 
@@ -53,8 +53,8 @@ def _lift(info: Any, dims: Any, tensors: Any) -> list[Tensor | None]:
     return [None if t is None else fold(info, [d], [t])[0] for d, t in zip(dims, tensors, strict=True)]
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return cdiv(x.shape[1], BLOCK), x.shape[0]
+def _grid(x: Tensor) -> tuple[int]:
+    return row_grid(x.shape[0], x.shape[1], BLOCK)
 
 
 def _mask(is_open: Tensor | None, other: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from math import prod
 
 from torch import Tensor
 
-from fedprior.kernels.launch import cdiv, power, precision, strided, target
+from fedprior.kernels.launch import cdiv, power, precision, row_grid, strided, target
 
 Pair = tuple[int, int]
 
@@ -129,9 +129,9 @@ def channels_last(x: Tensor) -> Tensor:
         return x.reshape(clients, images, places, channels).contiguous()
     out = x.new_empty(clients, images, places, channels)
     rows, columns = min(32, power(channels)), min(64, power(places))
-    grid = (cdiv(places, columns) * cdiv(channels, rows), images, clients)
+    grid = (cdiv(places, columns) * cdiv(channels, rows) * images * clients,)
     with target(x):
-        last_kernel[grid](x, out, x.stride(0), channels, places, BC=rows, BS=columns, num_warps=4)
+        last_kernel[grid](x, out, x.stride(0), images, channels, places, BC=rows, BS=columns, num_warps=4)
     return out
 
 
@@ -147,7 +147,7 @@ def _contract(
     clients, images, channels, *to = out.shape
     positions = images * prod(to)
     bias = None if bias is None else strided(bias)
-    grid = (cdiv(positions, tile.positions), cdiv(channels, tile.outputs), clients)
+    grid = (cdiv(positions, tile.positions) * cdiv(channels, tile.outputs) * clients,)
     with target(source):
         contract_kernel[grid](
             source,
@@ -193,7 +193,7 @@ def grad_weight(
     size = outputs * depth
     partial = x.new_empty(clients, tile.splits, size)
     share = cdiv(cdiv(positions, tile.splits), tile.positions) * tile.positions
-    grid = (cdiv(depth, tile.depth) * cdiv(outputs, tile.outputs), tile.splits, clients)
+    grid = (cdiv(depth, tile.depth) * cdiv(outputs, tile.outputs) * tile.splits * clients,)
     with target(x):
         weight_kernel[grid](
             x,
@@ -219,7 +219,7 @@ def grad_weight(
             num_stages=tile.stages,
         )
         block = max(32, 4096 // tile.splits) if tile.splits > 4 else 512
-        reduce_kernel[(cdiv(size, block), clients)](
+        reduce_kernel[row_grid(clients, size, block)](
             partial,
             weight,
             inputs,

@@ -122,9 +122,11 @@ def contract_kernel(
     BK: tl.constexpr,
 ):
     """Convolution (source = input, weights (o, kh, kw, c)), or its transpose (source = output's gradient)."""
-    client = tl.program_id(2).to(tl.int64)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    OUTS: tl.constexpr = (O + BO - 1) // BO
+    tiles = tl.cdiv(positions, BM)
+    m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    o = tl.program_id(0) // tiles % OUTS * BO + tl.arange(0, BO)
+    client = (tl.program_id(0) // tiles // OUTS).to(tl.int64)
     inside = m < positions
     image = m // (OH * OW)
     place = m % (OH * OW)
@@ -160,16 +162,17 @@ def contract_kernel(
 
 
 @triton.jit
-def last_kernel(x, out, x_stride, C: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr):
+def last_kernel(x, out, x_stride, images, C: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr):
     """(channels, places) of each image to (places, channels)."""
     TILES: tl.constexpr = (S + BS - 1) // BS
-    client = tl.program_id(2).to(tl.int64)
-    image = tl.program_id(1)
+    ROWS: tl.constexpr = (C + BC - 1) // BC
     s = tl.program_id(0) % TILES * BS + tl.arange(0, BS)
-    c = tl.program_id(0) // TILES * BC + tl.arange(0, BC)
+    c = tl.program_id(0) // TILES % ROWS * BC + tl.arange(0, BC)
+    image = tl.program_id(0) // (TILES * ROWS) % images
+    client = (tl.program_id(0) // (TILES * ROWS) // images).to(tl.int64)
     known = (c < C)[:, None] & (s < S)[None, :]
     value = tl.load(x + client * x_stride + image * (C * S) + (c[:, None] * S + s[None, :]), mask=known, other=0.0)
-    at = out + (client * tl.num_programs(1) + image) * (C * S) + (s[:, None] * C + c[None, :])
+    at = out + (client * images + image) * (C * S) + (s[:, None] * C + c[None, :])
     tl.store(at, tl.trans(value), mask=(s < S)[:, None] & (c < C)[None, :])
 
 
@@ -205,17 +208,18 @@ def weight_kernel(
     K: tl.constexpr = KH * KW * C
     TILES: tl.constexpr = (K + BK - 1) // BK
     SIZE: tl.constexpr = O * K
-    client = tl.program_id(2).to(tl.int64)
-    k_tile = tl.program_id(0) % TILES
-    k = k_tile * BK + tl.arange(0, BK)
-    o = tl.program_id(0) // TILES * BO + tl.arange(0, BO)
+    OUTS: tl.constexpr = (O + BO - 1) // BO
+    k = tl.program_id(0) % TILES * BK + tl.arange(0, BK)
+    o = tl.program_id(0) // TILES % OUTS * BO + tl.arange(0, BO)
+    split = tl.program_id(0) // (TILES * OUTS) % SPLITS
+    client = (tl.program_id(0) // (TILES * OUTS * SPLITS)).to(tl.int64)
     tap = k // C
     kh = tap // KW
     kw = tap % KW
     offset = (k % C) * (H * W) + kh * W + kw
     x += client * x_stride
     grad += client * grad_stride
-    start = tl.program_id(1) * share
+    start = split * share
     end = tl.minimum(start + share, positions)
     if SWAP:
         acc = tl.zeros((BK, BO), tl.float32)
@@ -243,7 +247,7 @@ def weight_kernel(
             acc = tl.dot(tl.trans(g), source, acc, input_precision=PRECISION)
     if SWAP:
         acc = tl.trans(acc)
-    partial += (client * SPLITS + tl.program_id(1)) * SIZE
+    partial += (client * SPLITS + split) * SIZE
     tl.store(partial + o[:, None] * K + k[None, :], acc, mask=(o < O)[:, None] & (k < K)[None, :])
 
 
@@ -260,8 +264,9 @@ def reduce_kernel(
     """Adds the shares up, and puts the weights back into (o, c, kh, kw)."""
     K: tl.constexpr = TAPS * C
     SIZE: tl.constexpr = O * K
-    client = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    client = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    j = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inner = j % K
     source = j // K * K + inner % TAPS * C + inner // TAPS
     share = tl.arange(0, SPLITS) * SIZE

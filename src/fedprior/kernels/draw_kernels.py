@@ -5,6 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
+def lanes(count, BLOCK: tl.constexpr):
+    """This program's row, and its places among the row's `count`: `launch.row_grid` covers them."""
+    blocks = tl.cdiv(count, BLOCK)
+    program = tl.program_id(0)
+    return (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _mix(x):
     """SplitMix64's mixing function."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -28,24 +36,21 @@ def draw(keys, row, i):
 @triton.jit
 def uniform_kernel(keys, out, count, BLOCK: tl.constexpr):
     """Uniform numbers, one key a row."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     tl.store(out + row * count + i, draw(keys, row, i), mask=i < count)
 
 
 @triton.jit
 def bits_kernel(keys, out, count, BLOCK: tl.constexpr):
     """Numbers of 64 bits, one key a row."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     tl.store(out + row * count + i, _bits(keys, row, i).to(tl.int64, bitcast=True), mask=i < count)
 
 
 @triton.jit
 def dropout_kernel(x, keys, out, count, rate, scale, BLOCK: tl.constexpr):
     """x · scale where the draw is at least the rate, else zero; one key a row."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     inside = i < count
     value = tl.load(x + row * count + i, mask=inside, other=0.0)
     keep = tl.where(draw(keys, row, i) >= rate, scale, 0.0)

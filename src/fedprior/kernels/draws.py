@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.kernels.launch import cdiv, target
+from fedprior.kernels.launch import cdiv, row_grid, target
 
 BLOCK = 1024
 
@@ -84,7 +84,7 @@ class Uniform(_Keyed):
         out = torch.empty(*key.shape, count, device=key.device)
         if out.numel():
             with target(key):
-                uniform_kernel[(cdiv(count, BLOCK), key.numel())](key, out, count, BLOCK=BLOCK)
+                uniform_kernel[row_grid(key.numel(), count, BLOCK)](key, out, count, BLOCK=BLOCK)
         return out
 
     @staticmethod
@@ -103,7 +103,7 @@ class Bits(_Keyed):
         out = torch.empty(*key.shape, count, dtype=torch.int64, device=key.device)
         if out.numel():
             with target(key):
-                bits_kernel[(cdiv(count, BLOCK), key.numel())](key, out, count, BLOCK=BLOCK)
+                bits_kernel[row_grid(key.numel(), count, BLOCK)](key, out, count, BLOCK=BLOCK)
         return out
 
     @staticmethod
@@ -147,7 +147,9 @@ class Dropout(torch.autograd.Function):
         if out.numel():
             count = x.numel() // key.numel()
             with target(x):
-                dropout_kernel[(cdiv(count, BLOCK), key.numel())](x, key, out, count, rate, 1 / (1 - rate), BLOCK=BLOCK)
+                dropout_kernel[row_grid(key.numel(), count, BLOCK)](
+                    x, key, out, count, rate, 1 / (1 - rate), BLOCK=BLOCK
+                )
         return out
 
     @staticmethod

@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
-from fedprior.kernels.draw_kernels import draw
+from fedprior.kernels.draw_kernels import draw, lanes
 
 
 @triton.jit
 def norm_kernel(
-    w, a, b, norms, w_stride, a_stride, b_stride, first, gates,
+    w, a, b, norms, w_stride, a_stride, b_stride, units, first, gates,
     WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """‖w_g‖₂ of row g of `w`, with the entries g of `a` and `b` where there are such."""
-    unit = tl.program_id(0).to(tl.int64)
-    client = tl.program_id(1).to(tl.int64)
+    unit = (tl.program_id(0) % units).to(tl.int64)
+    client = (tl.program_id(0) // units).to(tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -35,8 +35,8 @@ def scale_kernel(
     WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each gate times its own group."""
-    unit = tl.program_id(0).to(tl.int64)
-    client = tl.program_id(1).to(tl.int64)
+    unit = (tl.program_id(0) % units).to(tl.int64)
+    client = (tl.program_id(0) // units).to(tl.int64)
     gate = tl.load(z + client * gates + first + unit)
     row = client * units + unit
     for start in range(0, WIDTH, BLOCK):
@@ -56,8 +56,8 @@ def scale_backward_kernel(
     WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the weights and of the gate, in one pass over both."""
-    unit = tl.program_id(0).to(tl.int64)
-    client = tl.program_id(1).to(tl.int64)
+    unit = (tl.program_id(0) % units).to(tl.int64)
+    client = (tl.program_id(0) // units).to(tl.int64)
     gate = tl.load(z + client * gates + first + unit)
     row = client * units + unit
     products = tl.zeros([BLOCK], tl.float32)
@@ -85,8 +85,7 @@ def logit_kernel(
     EACH: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(‖w_g‖ − softplus(v)) / T and its sigmoid; v below the edge has no threshold, a closed gate stays closed."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     inside = i < count
     at = row * count + i
     threshold = tl.load(v + at, mask=inside, other=0.0)
@@ -111,8 +110,7 @@ def logit_backward_kernel(
     EACH: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of v; norms have none, because thresholds decide."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     inside = i < count
     at = row * count + i
     gate = tl.load(gates + at, mask=inside, other=0.0)
@@ -141,8 +139,7 @@ def concrete_kernel(
     logits, keys, out, count, shift, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A hard-concrete draw from each gate's logit, one key a row."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     value = _stretched(logits, keys, row, i, count, shift, BETA) * (HIGH - LOW) + LOW
     value = tl.where(value < 0.0, 0.0, tl.where(value > 1.0, 1.0, value))
     tl.store(out + row * count + i, value, mask=i < count)
@@ -154,8 +151,7 @@ def concrete_backward_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The logit's gradient, with the same draw."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = lanes(count, BLOCK)
     s = _stretched(logits, keys, row, i, count, shift, BETA)
     value = s * (HIGH - LOW) + LOW
     g = tl.load(grad + row * count + i, mask=i < count, other=0.0)

@@ -86,8 +86,8 @@ def _norms(layers: Layers, tensors: Sequence[Tensor]) -> Tensor:
         for slot in _slots(layers):
             three = _three(given[slot.at])
             width = _width(three[0])
-            norm_kernel[(slot.units, clients)](
-                *three, out, *_strides(three), slot.first, slot.total, **slot.options(width)
+            norm_kernel[(slot.units * clients,)](
+                *three, out, *_strides(three), slot.units, slot.first, slot.total, **slot.options(width)
             )
     return out
 
@@ -101,7 +101,7 @@ def _scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor
         for slot in _slots(layers):
             three = _three(given[slot.at])
             width = _width(three[0])
-            scale_kernel[(slot.units, len(z))](
+            scale_kernel[(slot.units * len(z),)](
                 *three, z, *_three(out[slot.at]), *_strides(three), slot.units, slot.first, slot.total,
                 **slot.options(width),
             )  # fmt: skip
@@ -120,7 +120,7 @@ def _scale_backward(
         for slot in _slots(layers):
             g, three = _three(slopes[slot.at]), _three(given[slot.at])
             width = _width(three[0])
-            scale_backward_kernel[(slot.units, len(z))](
+            scale_backward_kernel[(slot.units * len(z),)](
                 *g, *three, z, *_three(out[slot.at]), dz, *_strides(g), *_strides(three),
                 slot.units, slot.first, slot.total, **slot.options(width),
             )  # fmt: skip

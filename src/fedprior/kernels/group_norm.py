@@ -34,12 +34,12 @@ def _blocks(channels: int, size: int) -> tuple[int, int]:
     return 1 << (channels - 1).bit_length(), 1 << (size - 1).bit_length()
 
 
-def _launch(x: Tensor, groups: int) -> tuple[dict[str, Any], tuple[int, int]]:
+def _launch(x: Tensor, groups: int) -> tuple[dict[str, Any], tuple[int]]:
     channels, size = x.shape[2], prod(x.shape[3:])
     rows, columns = _blocks(channels // groups, size)
     warps = min(16, max(1, rows * columns // 1024))
     sizes = {"C": channels, "SIZE": size, "GROUPS": groups, "BC": rows, "BS": columns, "num_warps": warps}
-    return sizes, (x.shape[1] * groups, x.shape[0])
+    return sizes, (x.shape[0] * x.shape[1] * groups,)
 
 
 def forward(

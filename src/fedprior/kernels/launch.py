@@ -1,4 +1,8 @@
-"""What every kernel's launch needs."""
+"""What every kernel's launch needs.
+
+All programs stand on the first axis of the grid, which takes 2³¹ − 1 of them; the other two take 65,535, fewer than
+a large cohort has keys. What varies fastest comes first, so that neighbours work on one client.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,6 +14,15 @@ from torch import Tensor
 def cdiv(a: int, b: int) -> int:
     """The quotient, rounded up."""
     return -(-a // b)
+
+
+def row_grid(rows: int, count: int, block: int) -> tuple[int]:
+    """A program for every block of `count` places, row by row.
+
+    >>> row_grid(100_000, 1_500, 1_024)
+    (200000,)
+    """
+    return (rows * cdiv(count, block),)
 
 
 def power(n: int) -> int:

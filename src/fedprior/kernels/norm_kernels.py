@@ -27,8 +27,8 @@ def norm_kernel(
     """Normalises, and keeps each group's mean and inverse deviation."""
     EACH: tl.constexpr = C // GROUPS
     group = tl.program_id(0) % GROUPS
-    image = tl.program_id(0) // GROUPS
-    client = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(0) // GROUPS % images
+    client = (tl.program_id(0) // GROUPS // images).to(tl.int64)
     c = tl.arange(0, BC)
     s = tl.arange(0, BS)
     known = (c < EACH)[:, None] & (s < SIZE)[None, :]
@@ -72,8 +72,8 @@ def norm_backward_kernel(
     """The input's gradient, and each image's share of the weight's and the bias's."""
     EACH: tl.constexpr = C // GROUPS
     group = tl.program_id(0) % GROUPS
-    image = tl.program_id(0) // GROUPS
-    client = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(0) // GROUPS % images
+    client = (tl.program_id(0) // GROUPS // images).to(tl.int64)
     c = tl.arange(0, BC)
     s = tl.arange(0, BS)
     known = (c < EACH)[:, None] & (s < SIZE)[None, :]
@@ -90,7 +90,7 @@ def norm_backward_kernel(
         channel = group * EACH + c
         w = tl.load(weight + client * weight_stride + channel, mask=c < EACH, other=0.0)
         tl.store(sums + row * C + channel, along, mask=c < EACH)
-        half = tl.num_programs(1).to(tl.int64) * images * C
+        half = (tl.num_programs(0) // GROUPS).to(tl.int64) * C
         tl.store(sums + half + row * C + channel, plain, mask=c < EACH)
         g = g * w[:, None]
         along = along * w
