@@ -15,9 +15,11 @@ import safetensors.torch
 import torch
 
 import fedprior
-from fedprior import RunError, keys
+from fedprior import RunError, keys, trees
 from fedprior.keys import Purpose
+from fedprior.simulate import checkpoint
 from fedprior.simulate.folder import RunFolder
+from test_contract import NAMES, simulate
 
 FILES = ("config.toml", "rounds.jsonl", "model.safetensors")
 
@@ -235,6 +237,32 @@ def refused(folder, task, match):
         fedprior.resume(folder, task=task)
     assert "\n" not in str(caught.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+class Elsewhere:
+    """The root key of a simulation on a device without numbers, which every machine has."""
+
+    device = torch.device("meta")
+
+    def __init__(self, root):
+        self.root = root
+
+    def __int__(self):
+        return int(self.root)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_of_a_checkpoint_goes_to_the_simulations_device(name, tmp_path):
+    """Also what a round added to the server, such as the layers that pruning has closed."""
+    first, second = simulate(name), simulate(name)
+    first.step(evaluate=False)
+    checkpoint.save(tmp_path / "checkpoint.safetensors", first)
+    second.root = Elsewhere(second.root)
+    second.server = trees.tree_map(lambda leaf: leaf.to("meta"), second.server)
+    checkpoint.load(tmp_path / "checkpoint.safetensors", second)
+    restored = dict(trees.leaves(second.server))
+    assert restored.keys() == dict(trees.leaves(first.server)).keys()
+    assert {leaf.device.type for leaf in restored.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, 2000, -1])

@@ -98,7 +98,8 @@ def _restore(path: Path, simulation: Simulation, tensors: dict[str, Tensor], num
     tree = _nested(tensors | numbers)
     try:
         # In the simulation's own order, because sums over parameters depend on it in the last bit.
-        server = _like(simulation.server, tree.pop("server"))
+        here = trees.tree_map(lambda leaf: leaf.to(simulation.root.device), tree.pop("server"))
+        server = _like(simulation.server, here)
         accuracy = tree.pop("clients")["accuracy"]
         blank = simulation.algorithm.correction.remember(simulation.network.params())
         memory = {int(client): _like(blank, remembered) for client, remembered in tree.pop("memory", {}).items()}
@@ -124,7 +125,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, found: Any) -> Any:
-    """`found` in the order of `model`, on its device; sections that only `found` has come last."""
+    """`found` in the order of `model`; sections that only `found` has come last."""
     if isinstance(model, dict):
         extra = {name: child for name, child in found.items() if name not in model}
         return {name: _like(child, found[name]) for name, child in model.items()} | extra
