@@ -17,7 +17,7 @@ from fedprior.errors import ModelError
 from fedprior.models import LeNet5, LogisticRegression, ResNet20
 from fedprior.trees import Gates, Params
 from fedprior.units import Reader, Structure, UnitGating, find_structure
-from fedprior.units.trace import ZERO_PRESERVING_MODULES
+from fedprior.units.operations import ZERO_PRESERVING_MODULES
 
 
 class Net(nn.Module):

@@ -21,7 +21,8 @@ from fedprior.compact.layers import read_columns, shrink_layer, smaller_norm
 from fedprior.errors import ModelError
 from fedprior.models import Ensemble
 from fedprior.units.operations import CONVOLUTIONS, NORMS, name_of
-from fedprior.units.trace import Wire, Wires, find_wires
+from fedprior.units.trace import Wires, find_wires
+from fedprior.units.walk import Wire
 
 TOLERANCE = 1e-5
 """How far an output may be off, relative to the largest: rounding, since sums run in another order."""

@@ -1,0 +1,226 @@
+"""One pass over a traced network, operation by operation: which gated layers feed each channel, and who reads them."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fedprior.errors import ModelError
+from fedprior.units.operations import (
+    CONVOLUTIONS,
+    FLATTENS,
+    NORMS,
+    ZERO_PRESERVING_MODULES,
+    ZERO_PRESERVING_NAMES,
+    keeps_zero,
+    name_of,
+    pooled,
+)
+from fedprior.units.structure import Layer, Reader
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A tensor's channels. No sources: at least one ungated contribution, so no channel ever falls silent."""
+
+    sources: frozenset[str] = frozenset()
+    axis: int = 1
+    repeat: int = 1
+
+
+OPEN = Wire()
+
+
+class Shapes(fx.Interpreter):
+    """Runs the graph once and keeps the shape of every value."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.shapes: dict[fx.Node, tuple[int, ...] | None] = {}
+        self.containers: set[fx.Node] = set()
+        """Values that are not a tensor but hold some: what `chunk` or a recurrent layer returns."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.shapes[n] = tuple(value.shape) if isinstance(value, Tensor) else None
+        if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+            self.containers.add(n)
+        return value
+
+
+class Walk:
+    """One pass over the traced graph, operation by operation."""
+
+    def __init__(self, graph: Shapes, own: frozenset[str], excluded: frozenset[str], *, lenient: bool) -> None:
+        self.graph = graph
+        self.own = own
+        self.modules = dict(graph.module.named_modules())
+        self.excluded = excluded
+        self.lenient = lenient
+        self.wires: dict[fx.Node, Wire] = {}
+        self.layers: dict[str, Layer] = {}
+        self.readers: list[Reader] = []
+        self.output: frozenset[str] = frozenset()
+        self.seen: set[str] = set()
+        self.linear: list[str] = []
+
+    def run(self) -> "Walk":
+        for node in self.graph.module.graph.nodes:  # type: ignore[union-attr]  # an Interpreter's module is a GraphModule
+            inputs = [self.wires[n] for n in node.all_input_nodes]
+            gated = [wire for wire in inputs if wire.sources]
+            if node.op == "output":
+                self.output = frozenset().union(*(wire.sources for wire in inputs))
+            elif node.op == "call_module" and gated and len(inputs) > 1:
+                self.wires[node] = self._unknown(f"module {str(node.target)!r}, which has several inputs,", inputs)
+            elif node.op == "call_module":
+                self.wires[node] = self._module(node, inputs[0] if inputs else OPEN)
+            elif not gated:
+                self.wires[node] = OPEN
+            elif node in self.graph.containers:
+                self.wires[node] = self._unknown(f"operation {node.name!r}, which returns several tensors,", inputs)
+            elif self.graph.shapes[node] is None:
+                self.wires[node] = OPEN
+            else:
+                self.wires[node] = self._function(node, inputs)
+        return self
+
+    def _module(self, node: fx.Node, wire: Wire) -> Wire:
+        name, module = str(node.target), self.modules[str(node.target)]
+        if any(True for _ in module.parameters()):
+            if name in self.seen and not self.lenient:
+                raise ModelError(
+                    f"module {name!r} is used twice in the forward pass; give each use a module of its own"
+                )
+            self.seen.add(name)
+        if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
+            return self._layer(node, name, module, wire)
+        if not wire.sources:
+            return OPEN
+        if isinstance(module, NORMS):
+            return self._norm(node, name, module, wire)
+        what = f"module {name!r} ({type(module).__name__})"
+        if node in self.graph.containers or (isinstance(module, nn.Hardtanh) and not keeps_zero(module)):
+            return self._unknown(what, [wire])
+        if isinstance(module, ZERO_PRESERVING_MODULES):
+            return self._moved(node, wire, what, pooled(type(module).__name__))
+        if isinstance(module, nn.Flatten):
+            return self._flatten(node, wire)
+        return self._unknown(what, [wire])
+
+    def _layer(self, node: fx.Node, name: str, module: nn.Module, wire: Wire) -> Wire:
+        what = f"module {name!r} ({type(module).__name__})"
+        assert isinstance(module.weight, Tensor)
+        kind = "linear" if isinstance(module, nn.Linear) else "conv"
+        rank = len(self._shape(node))
+        axis = rank - 1 if kind == "linear" else 1
+        self.linear += [name] if kind == "linear" else []
+        if wire.sources:
+            if isinstance(module, CONVOLUTIONS) and module.groups != 1:
+                self._unknown(f"{what}, a grouped convolution,", [wire])
+            if wire.axis != axis:
+                self._unknown(f"{what}, which reads another dimension than the channels,", [wire])
+            if f"{name}.weight" in self.own:
+                self.readers.append(Reader(f"{name}.weight", tuple(sorted(wire.sources)), wire.repeat))
+        if name in self.excluded:
+            return OPEN
+        owned = [f"{name}.weight"] + ([f"{name}.bias"] if module.bias is not None else [])
+        for parameter in owned:
+            if parameter not in self.own and not self.lenient:
+                raise ModelError(
+                    f"{what} shares {parameter!r} with other code or computes it from other parameters; "
+                    f"give it a parameter of its own, or leave it without gates (ungated={name})"
+                )
+        self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind)
+        return Wire(frozenset([name]), axis)
+
+    def _norm(self, node: fx.Node, name: str, module: nn.Module, wire: Wire) -> Wire:
+        what = f"module {name!r} ({type(module).__name__})"
+        if len(wire.sources) != 1 or wire.repeat != 1:
+            return self._unknown(f"{what}, which normalises several layers' outputs at once,", [wire])
+        affine = [f"{name}.{part}" for part in ("weight", "bias") if getattr(module, part, None) is not None]
+        if not affine and (not isinstance(module, NORMS[2:]) or module.track_running_stats):
+            # Without its affine pair a norm shifts a silent channel by the mean of the others, or by a running mean.
+            return self._unknown(f"{what} without affine parameters", [wire])
+        if any(parameter not in self.own for parameter in affine):
+            return self._unknown(f"{what}, whose parameters are frozen or shared,", [wire])
+        rank = len(self._shape(node))
+        first = rank - len(module.normalized_shape) if isinstance(module, nn.LayerNorm) else 1
+        if wire.axis != first:
+            return self._unknown(f"{what}, which normalises another dimension than the channels,", [wire])
+        (source,) = wire.sources
+        layer = self.layers[source]
+        if any(getattr(module, part.rsplit(".", 1)[1]).shape[0] != layer.size for part in affine):
+            return self._unknown(f"{what}, which does not have one scale a channel,", [wire])
+        self.layers[source] = replace(layer, parameters=(*layer.parameters, *affine))
+        return wire
+
+    def _function(self, node: fx.Node, inputs: list[Wire]) -> Wire:
+        name = str(node.target) if node.op == "call_method" else name_of(node.target)
+        tensors = self._tensors(node)
+        if name in ("add", "iadd", "add_") and len(tensors) == 2:
+            return self._add(node, tensors)
+        if len(tensors) == 1:
+            wire, what = self.wires[tensors[0]], f"operation {name!r} at node {node.name!r}"
+            divides = name in ("truediv", "div") and node.args[:1] == (tensors[0],)
+            if divides or name in ("mul", "imul", "mul_") or (name in ZERO_PRESERVING_NAMES and keeps_zero(node)):
+                return self._moved(node, wire, what, pooled(name))
+            if name in FLATTENS:
+                return self._flatten(node, wire)
+            if name == "mean":
+                return self._mean(node, wire)
+        return self._unknown(f"operation {name!r} at node {node.name!r}", inputs)
+
+    def _add(self, node: fx.Node, tensors: list[fx.Node]) -> Wire:
+        a, b = (self.wires[n] for n in tensors)
+        ranks = {len(self._shape(n)) for n in tensors}
+        if self.lenient:
+            return Wire(a.sources | b.sources)
+        if not a.sources or not b.sources:
+            return OPEN
+        if (a.axis, a.repeat) != (b.axis, b.repeat) or len(ranks) > 1:
+            return self._unknown(f"addition {node.name!r} of differently laid out channels", [a, b])
+        return replace(a, sources=a.sources | b.sources)
+
+    def _moved(self, node: fx.Node, wire: Wire, what: str, pooled: int) -> Wire:
+        """The channels stay where they are, unless the last `pooled` dimensions are pooled and they are among them."""
+        if wire.axis < len(self._shape(node)) - pooled:
+            return wire
+        return self._unknown(f"{what}, which mixes the channels,", [wire])
+
+    def _mean(self, node: fx.Node, wire: Wire) -> Wire:
+        """A mean over other dimensions than the channels'; those before it may vanish."""
+        before, after = self._shape(self._tensors(node)[0]), self._shape(node)
+        given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
+        dims = given if isinstance(given, (tuple, list)) else [given]
+        reduced = {dim % len(before) for dim in dims if isinstance(dim, int)}
+        if dims and len(reduced) == len(dims) and wire.axis not in reduced:
+            gone = sum(dim < wire.axis for dim in reduced) if len(after) < len(before) else 0
+            return replace(wire, axis=wire.axis - gone)
+        return self._unknown(f"mean {node.name!r} over the channels", [wire])
+
+    def _flatten(self, node: fx.Node, wire: Wire) -> Wire:
+        before, after = self._shape(self._tensors(node)[0]), self._shape(node)
+        if before == after:
+            return wire
+        if wire.axis == 1 and len(after) == 2 and after == (before[0], math.prod(before[1:])):
+            return replace(wire, repeat=wire.repeat * math.prod(before[2:]))
+        return self._unknown(f"reshape {node.name!r} from {before} to {after}", [wire])
+
+    def _tensors(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if self.graph.shapes[n] is not None]
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        shape = self.graph.shapes[node]
+        assert shape is not None
+        return shape
+
+    def _unknown(self, what: str, wires: list[Wire]) -> Wire:
+        sources = frozenset().union(*(wire.sources for wire in wires))
+        if self.lenient:
+            return Wire(sources)
+        names = ",".join(sorted(sources))
+        raise ModelError(
+            f"{what} cannot be analysed: fedprior does not know what it does to a closed unit of {names}. "
+            f"Leave those layers without gates (ungated={names}), or use weight-wise gates (structured=false)"
+        )
