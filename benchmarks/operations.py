@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedprior
-from fedprior import em, keys
+from fedprior import keys
 from fedprior.data.federated import FederatedData, Shards
 from fedprior.kernels import BatchedKernels, concrete, gates
 from fedprior.kernels.mode import ROUTES
+from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate import together
 from fedprior.simulate.engine import engine
 from fedprior.simulate.run import Settings, build
@@ -55,8 +56,8 @@ PHASES = {
     (together.Together, "_correct"): "evaluation",
     (together.CohortBatches, "__init__"): "batches",
     (together.CohortBatches, "__getitem__"): "batches",
-    (em.TreeOptimiser, "__init__"): "optimiser",
-    (em.TreeOptimiser, "step"): "optimiser",
+    (TreeOptimiser, "__init__"): "optimiser",
+    (TreeOptimiser, "step"): "optimiser",
 }
 """Functions whose operations are counted apart; the rest of the E-step is `steps`."""
 

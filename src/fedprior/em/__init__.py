@@ -1,0 +1,11 @@
+"""Hard EM: the E-step at a client, the M-step at the server.
+
+Neither knows which algorithm it runs. The E-step works on one client, or vectorised on a cohort whose every argument
+has a leading client dimension; both draw the same random numbers.
+"""
+
+from fedprior.em.algorithm import Algorithm
+from fedprior.em.client import Batch, Batches, EStep, Tamper, e_step, local_objective
+from fedprior.em.server import m_step
+
+__all__ = ["Algorithm", "Batch", "Batches", "EStep", "Tamper", "e_step", "local_objective", "m_step"]
