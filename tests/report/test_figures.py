@@ -13,7 +13,8 @@ from fedprior.report.records import Partition
 pytest.importorskip("matplotlib", reason="the extra fedprior[report] is not installed")
 from fedprior.report import figures
 
-NAMES = {"fedavg": "FedAvg", "feddrop": "FedDrop", "fedl1": "FedL1", "fedsparse-low": "FedSparse, low"}
+LEGEND = {"fedavg": "FedAvg", "feddrop": "FedDrop", "fedl1": "FedL1", "fedsparse-low": "FedSparse, low"}
+NAMES = {label: figures.Name(text) for label, text in LEGEND.items()}
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_lines_are_means_over_seeds_and_bands_their_standard_errors(groups):
     for axes, field in ((above, "global_accuracy"), (below, "local_accuracy")):
         for group in groups:
             values = np.array([[r[field] for r in run.rounds if field in r] for run in group.runs])
-            line = lines(axes)[NAMES.get(group.label, group.label)]
+            line = lines(axes)[LEGEND.get(group.label, group.label)]
             np.testing.assert_allclose(line.get_ydata(), 100 * values.mean(0))
             sent = np.mean([[run.series("gib")[r] for r in run.series(field)] for run in group.runs], 0)
             np.testing.assert_allclose(line.get_xdata(), sent)
@@ -52,7 +53,7 @@ def test_labels_without_gates_have_no_total_variation(groups):
 
 
 def test_a_label_has_one_colour_in_all_figures(groups):
-    names = {group.label: group.label for group in groups}
+    names = {group.label: figures.Name(group.label) for group in groups}
     made = [
         figures.accuracy_against_bytes(groups, names),
         figures.accuracy_against_rounds(groups[::-1], names),
@@ -64,12 +65,22 @@ def test_a_label_has_one_colour_in_all_figures(groups):
     assert len(set(colours[0].values())) == len(groups)
 
 
+def test_a_variant_has_the_colour_of_what_it_varies_and_other_dashes(groups):
+    first, *others = [group.label for group in groups]
+    names = {label: figures.Name(label, "" if label == first else first) for label in (first, *others)}
+    drawn = lines(figures.accuracy_against_bytes(groups, names).axes[0])
+    assert len({line.get_color() for line in drawn.values()}) == 1
+    assert len({line.get_linestyle() for line in drawn.values()}) == 2
+    alone = lines(figures.accuracy_against_bytes(groups[1:], {label: names[label] for label in others}).axes[0])
+    assert len({line.get_color() for line in alone.values()}) == len(others), "without it they are methods like others"
+
+
 def test_the_legend_names_every_line_once_and_fits_the_figure(groups):
     figure = figures.accuracy_against_bytes(groups, NAMES)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     assert sorted(text.get_text() for text in legend.get_texts()) == sorted(
-        NAMES.get(group.label, group.label) for group in groups
+        LEGEND.get(group.label, group.label) for group in groups
     )
     box = legend.get_window_extent()
     assert box.x0 >= 0

@@ -6,7 +6,7 @@ with the extra `fedprior[report]`.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,20 @@ STYLE: Any = {
     "svg.hashsalt": "fedprior",  # the same records give the same file
 }
 
-Names = Mapping[str, str]
-"""How a legend calls a label, in its order. Colours follow this order, so that they agree in all figures."""
+VARIANT = (0, (1, 1))
+"""The dashes of a variant, which has the colour of what it varies, and a hollow dot at its end."""
+
+
+class Name(NamedTuple):
+    """What a legend calls a label."""
+
+    text: str
+    variant_of: str = ""
+    """The label whose colour it shares."""
+
+
+Names = Mapping[str, Name]
+"""The names in the legend's order. Colours follow this order, so that they agree in all figures."""
 
 
 class NoMatplotlibError(FedpriorError):
@@ -194,13 +206,17 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
     """Colour, dashes and name of every label."""
     known = dict(names or {})
     for group in groups:
-        known.setdefault(group.label, group.label)
-    # Beyond the last colour they begin anew, with other dashes.
-    looks = [(COLOURS[i % 8], DASHES[(i + 6 * (i // 8)) % 8]) for i in range(len(known))]
-    return {
-        label: {"color": colour, "linestyle": dashes, "label": name}
-        for (label, name), (colour, dashes) in zip(known.items(), looks, strict=True)
-    }
+        known.setdefault(group.label, Name(group.label))
+    own = [label for label, name in known.items() if name.variant_of not in known]
+    looks = {}
+    for label, name in known.items():
+        i = own.index(label if label in own else name.variant_of)
+        # Beyond the last colour they begin anew, with other dashes.
+        dashes = DASHES[(i + 6 * (i // 8)) % 8] if label in own else VARIANT
+        looks[label] = {"color": COLOURS[i % 8], "linestyle": dashes, "label": name.text}
+        if label not in own:
+            looks[label]["markerfacecolor"] = "white"
+    return looks
 
 
 def figure_style() -> Any:

@@ -52,7 +52,7 @@ class Results:
 
     def write_figures(self) -> list[Path]:
         """The paper's figures, as far as there are records for them, in `figures`."""
-        names = {method.label: method.name for method in self.experiment.methods}
+        names = {one.label: figures.Name(one.name, one.variant_of) for one in self.experiment.methods}
         with_and_without = self.experiment.pruning or ()
         compared = [g for g in self.groups if g.label not in with_and_without[1:]]
         pruned = [g for g in self.groups if g.label in with_and_without]
@@ -67,7 +67,8 @@ class Results:
         if gated:
             drawn["total-variation"] = figures.total_variation(gated, names)
         if len(pruned) == 2:
-            called = dict(zip(with_and_without, ("with server pruning", "without"), strict=True))
+            texts = ("with server pruning", "without")
+            called = {label: figures.Name(text) for label, text in zip(with_and_without, texts, strict=True)}
             drawn["server-pruning"] = figures.accuracy_against_rounds(pruned, called)
         partitions = [run.partition for group in self.groups for run in group.runs if run.partition]
         if partitions:
