@@ -1,5 +1,6 @@
 """Models out of a run: the server's as it was recorded, and a client's own as the next round would make it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,17 @@ def test_personal_accuracy_is_what_the_next_round_would_record(name, small_task,
         assert row["server"]["accuracy"] == pytest.approx(float((server(x).argmax(1) == y).double().mean()))
     result.simulation.step(evaluate=False)
     assert [row["accuracy"] for row in found] == pytest.approx(result.simulation.accuracy.tolist())
+
+
+def test_a_result_and_its_folder_are_exported_alike_and_the_result_stays(tmp_path: Path) -> None:
+    task = fedprior.task("mnist-mini", clients=50)
+    result = fedprior.run(task, "fedavg", rounds=1, clients_per_round=2, device="cpu", out=tmp_path / "run")
+    for run, to in ((result, "from-result"), (tmp_path / "run", "from-folder")):
+        fedprior.export(run, tmp_path / to, onnx=False)
+    found = [json.loads((tmp_path / to / "model.json").read_text()) for to in ("from-result", "from-folder")]
+    assert found[0]["scale"] == found[1]["scale"]
+    assert found[0]["scale"]["mean"]
+    assert trained(result).module is not result.model
 
 
 def test_a_personal_model_is_exported_without_its_closed_units(small_task, tmp_path: Path) -> None:

@@ -237,6 +237,25 @@ def test_those_said_not_to_be_elementwise_are_not(name):
 # ---------------------------------------------------------------------- sections and steps
 
 
+@given(
+    steps=st.integers(1, 40),
+    momentum=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    dampening=st.sampled_from([0.0, 0.3]),
+    nesterov=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_path_is_how_far_torch_goes_down_a_slope_of_one(steps, momentum, dampening, nesterov):
+    if nesterov and (momentum == 0 or dampening):
+        nesterov = False
+    chosen = Optimiser("SGD", {"lr": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov})
+    place = torch.zeros(1, 1, dtype=torch.float64)
+    optimiser = chosen.build([place])
+    for _ in range(steps):
+        place.grad = torch.ones_like(place)
+        optimiser.step()
+    assert float(chosen.path(torch.tensor(float(steps), dtype=torch.float64))) == pytest.approx(-float(place))
+
+
 def test_steps_are_those_of_the_textbook():
     start = {"weights": {"w": torch.tensor([1.0, 2.0])}, "thresholds": {"w": torch.tensor([5.0])}}
     moving = TreeOptimiser({"weights": Optimiser("SGD", {"lr": 0.5, "momentum": 0.9})}, start)

@@ -149,6 +149,20 @@ def test_a_run_is_not_resumed_on_another_partition(small_task, finished):
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
 
+def test_a_task_of_another_seed_than_its_run_is_found_again(tmp_path):
+    """One partition and start, several runs on it: the folder must lead back to them, whatever the run's seed."""
+    task = fedprior.task("mnist-mini", seed=0, clients=50)
+    small = {"rounds": 1, "clients_per_round": 2, "device": "cpu"}
+    result = fedprior.run(task, "fedavg", seed=3, out=tmp_path / "run", **small)
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (config["run"]["seed"], config["task"]["seed"]) == (3, 0)
+    assert fedprior.resume(tmp_path / "run").summary == result.summary | {"seconds": pytest.approx(0, abs=60)}
+    own = [fedprior.evaluate(run, personalise=5) for run in (result, tmp_path / "run")]
+    assert own[0] == own[1]
+    alone = fedprior.run(fedprior.task("mnist-mini", seed=2, clients=50), "fedavg", **small)
+    assert alone.summary["seed"] == 2
+
+
 plain = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -271,6 +285,9 @@ def test_the_same_named_task_from_its_name(monkeypatch, small_task):
         ({"entropy": "often"}, "entropy must be bool, got 'often'"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"clients_per_round": 7}, "clients_per_round is 7, but there are only 6 clients"),
+        ({"attackers": 0.5}, "attack=none and attackers=0.5 go together"),
+        ({"attack": "scale"}, "attack=scale and attackers=0.0 go together"),
+        ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 of 6 clients is nobody"),
         ({"round": 3}, "unknown setting of a run 'round'; did you mean 'rounds'"),
     ],
 )
@@ -296,6 +313,12 @@ def test_settings_of_the_wrong_type_or_range_are_refused_before_anything_is_writ
         ("fedsparse", {"prune_below": 1.5}, "prune_below must lie between 0 and 1"),
         ("fedsparse", {"structured": "maybe"}, "structured must be bool, got 'maybe'"),
         ("fedsparse", {"floor": 0}, "floor must be at least 1"),
+        ("fedsparse", {"shrink": 0.1}, "shrink is for FedSparse asked for a sparsity"),
+        ("fedsparse", {"average": True}, "average is for FedSparse asked for a sparsity"),
+        ("fedsparse-unstructured", {"ungated": ("conv",)}, "ungated are of units"),
+        ("fedsparse-unstructured", {"gate_output": True}, "gate_output, .* are of units"),
+        ("feddrop", {"precision": -1}, "precision must be at least 0, got -1"),
+        ("scaffold", {"local_optimiser": "Adam(lr=0.1)"}, "SCAFFOLD reads gradients off what SGD has moved"),
         ("fedavg", {"local_optimiser": "SDG(lr=1)"}, "torch.optim has no optimiser 'SDG'"),
         ("fedavg", {"local_optimiser": "SGD(lr=-1)"}, "Invalid learning rate: -1"),
         ("fedavg", {"local_optimiser": "SGD(rate=1)"}, "rate"),

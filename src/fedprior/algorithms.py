@@ -74,11 +74,10 @@ def fixed_gates(
 ) -> Algorithm:
     """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
     structure = find_structure(network.module, network.example, gate_output=output_rate > 0, ungated=ungated)
-    reading = {reader.parameter for reader in structure.readers}
     rates = {}
     for layer in structure.layers:
         rate = conv_rate if layer.kind == "conv" else linear_rate
-        rate = rate if f"{layer.name}.weight" in reading else input_rate
+        rate = input_rate if layer.name in structure.input_layers else rate
         rates[layer.name] = output_rate if layer.name in structure.output_layers else rate
     prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
@@ -144,8 +143,10 @@ def spike_slab(
         drawn = _drawn(gating, conv_rate, linear_rate)
         budgeted = Budgeted(gating, sparsity, precision, dense, share, conv_rate, linear_rate, drawn)
         return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, average)
-    if shrink is not None:
-        raise SettingError("shrink is for FedSparse asked for a sparsity; without one there is λ₀")
+    if shrink is not None or average:
+        raise SettingError(
+            f"{'average' if average else 'shrink'} is for FedSparse asked for a sparsity; without one there is λ₀"
+        )
     prior = SpikeSlab(
         gating=gating,
         lambda0=lambda0,
@@ -159,7 +160,7 @@ def spike_slab(
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
-    return Algorithm(prior, local, server, _correction(scaffold))
+    return Algorithm(prior, local, server, _correction(scaffold, local_optimiser))
 
 
 def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
@@ -190,10 +191,12 @@ def _weights_only(
 ) -> Algorithm:
     """An algorithm whose only variables are weights."""
     optimisers = {"weights": server} if server else None
-    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold), average=average)
+    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold, local), average=average)
 
 
-def _correction(scaffold: bool) -> Correction:
+def _correction(scaffold: bool, local: Optimiser) -> Correction:
+    if scaffold and local.name != "SGD":
+        raise SettingError(f"SCAFFOLD reads gradients off what SGD has moved; the local optimiser is {local}")
     return Scaffold() if scaffold else Correction()
 
 
@@ -205,6 +208,8 @@ def _gating(
             network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
         )
         return UnitGating(structure, floor=floor)
+    if gate_output or ungated or linear_gates != "outputs":
+        raise SettingError("gate_output, linear_gates and ungated are of units: here every weight has a gate")
     return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
 
 

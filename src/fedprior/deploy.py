@@ -53,7 +53,7 @@ def trained(
     from a run's config: pass it again, or pass the `Result`.
     """
     if isinstance(run, Result):
-        sim, about, scale, server = run.simulation, run.summary, task.scale if task else None, run.model
+        sim, about, scale, server = run.simulation, run.summary, run.scale, copy.deepcopy(run.model)
     else:
         about, scale, sim, server = _restored(RunFolder(Path(run)), task, algorithm, personalise is not None, call)
     module = server if personalise is None else personal_model(sim, personalise)
@@ -69,6 +69,7 @@ def _restored(
 ) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
     """What a run was about, its simulation (where it stopped, if `with_state`), and the server's network."""
     about, settings, task, algorithm = runs.rebuild(folder, task, algorithm, call)
+    runs.check_data(folder, task)
     # Whatever it was trained on, one model is quick enough here.
     sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
     if folder.model.exists() and not with_state:

@@ -25,7 +25,11 @@ _MIX2 = 0x94D049BB133111EB - 2**64
 
 
 class Purpose(IntEnum):
-    """What a draw is for: folding it in keeps streams apart."""
+    """What a draw is for: folding it in keeps a client's streams apart.
+
+    Clients and rounds are folded in as plain numbers too, so the draws of `broadcast` for client 7 are those of client
+    2's `commit`: harmless, because no prior here draws in both, and something to know for one that does.
+    """
 
     COHORT = 1
     BROADCAST = 2

@@ -108,6 +108,23 @@ class Optimiser:
         """The step size."""
         return float(self.build([torch.zeros(1, 1)]).defaults["lr"])
 
+    def path(self, steps: Tensor) -> Tensor:
+        """How far so many steps go down a slope of one; momentum goes further than lr · steps.
+
+        With momentum μ and dampening d the k-th step is b_k = a + (1 − a) μᵏ⁻¹ times lr, a = (1 − d)/(1 − μ).
+        """
+        given = self.build([torch.zeros(1, 1)]).defaults
+        momentum = float(given["momentum"]) if self.name == "SGD" else 0.0
+        if momentum == 0:
+            return steps * self.lr
+        total: Tensor
+        if momentum == 1:
+            total = steps + (1 - given["dampening"]) * steps * (steps - 1) / 2
+        else:
+            a = (1 - given["dampening"]) / (1 - momentum)
+            total = a * steps + (1 - a) * (1 - momentum**steps) / (1 - momentum)
+        return (steps + momentum * total if given["nesterov"] else total) * self.lr
+
 
 class TreeOptimiser:
     """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are.

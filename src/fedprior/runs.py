@@ -13,7 +13,7 @@ from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
-from fedprior.settings import Option, convert, nearest, plain
+from fedprior.settings import HERE_ONLY, Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
@@ -22,8 +22,6 @@ from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
 RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
-HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
-"""Settings that say where and how a run is computed, not what."""
 
 
 def run(
@@ -44,7 +42,8 @@ def run(
         task = named_task(task, seed=run_settings(settings).seed)
     if isinstance(algorithm, str):
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
-    chosen = run_settings({**task.defaults, **settings}, task)
+    seed = {} if task.seed is None else {"seed": task.seed}
+    chosen = run_settings({**seed, **task.defaults, **settings}, task)
     job = start_job(task, algorithm, chosen, out, label)
     job.progress = progress
     return _one(drive([job]))
@@ -62,7 +61,7 @@ def start_job(
     if folder and ranks.first():
         folder.create(_config(task, algorithm, settings, label, partition))
         _keep_partition(folder, task.data, partition)
-    return Job(sim, settings, about, folder if ranks.first() else None)
+    return Job(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
 
 
 def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
@@ -114,12 +113,7 @@ def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Setti
     settings = settings or recorded_settings
     if "flower" in folder.read_config():
         raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
-    partition = task.data.fingerprint()
-    recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
-    if recorded != partition:
-        raise RunError(
-            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
-        )
+    partition = check_data(folder, task)
     if ranks.first():
         _keep_partition(folder, task.data, partition)
     sim = build(algorithm, task.network, task.data, settings)
@@ -127,7 +121,19 @@ def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Setti
     # Without a checkpoint the run was stopped in its first seconds, and starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
-    return Job(sim, settings, about, folder if ranks.first() else None, records, clock=sim.seconds)
+    kept = folder if ranks.first() else None
+    return Job(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+
+
+def check_data(folder: RunFolder, task: Task) -> str:
+    """Refuse a task whose clients are not those that the run was trained on; the partition's fingerprint."""
+    partition = task.data.fingerprint()
+    recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
+    if recorded != partition:
+        raise RunError(
+            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
+        )
+    return partition
 
 
 def resume(
@@ -161,7 +167,7 @@ def rebuild(
                 f"{path} trained a task of your own, {about['task']!r}; "
                 f"{call} it from Python: {call}({str(path)!r}, task=…)"
             )
-        task = named_task(about["task"], seed=chosen.seed, **options)
+        task = named_task(about["task"], **{"seed": chosen.seed, **options})
     if algorithm is None:
         if about["algorithm"] == "own":
             raise RunError(
@@ -237,10 +243,12 @@ def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) ->
 def _config(
     task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str
 ) -> dict[str, dict[str, Any]]:
+    # A task of another seed than its run's: the same clients and first weights, other draws.
+    other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
     chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
     return {
         "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
-        "task": {key: plain(value) for key, value in task.options.items()},
+        "task": {**other, **{key: plain(value) for key, value in task.options.items()}},
         "algorithm": {key: plain(value) for key, value in algorithm.settings.items()},
         "partition": {"clients": task.data.clients, "fingerprint": partition},
         "made": {"fedprior": __version__, "torch": str(torch.__version__)},

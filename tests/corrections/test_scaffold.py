@@ -65,6 +65,18 @@ def test_scaffold_is_option_ii_of_the_paper() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+def test_with_momentum_controls_stay_of_the_size_of_gradients() -> None:
+    """Taken for lr times steps, the longer path of momentum would feed on itself."""
+    task = small_task()
+    size = {}
+    for local in ("SGD(lr=0.05)", "SGD(lr=0.05, momentum=0.9)"):
+        chosen = fedprior.algorithm("scaffold", task.network, local_optimiser=local)
+        result = fedprior.run(task, chosen, rounds=20, epochs=10, device="cpu")
+        size[local] = max(float(c.abs().max()) for c in result.simulation.server["control"].values())
+        assert result.records[-1]["train_loss"] < result.records[0]["train_loss"]
+    assert max(size.values()) < 10 * min(size.values())
+
+
 def test_controls_double_the_message() -> None:
     runs = [fedprior.run(small_task(), name, rounds=1).summary for name in ("fedavg", "scaffold")]
     payload = 8 * 39  # a double a parameter

@@ -17,6 +17,7 @@ import torch
 import fedprior
 from fedprior import RunError, keys, trees
 from fedprior.keys import Purpose
+from fedprior.report.records import read_run
 from fedprior.simulate import checkpoint
 from fedprior.simulate.folder import RunFolder
 from test_contract import NAMES, simulate
@@ -358,6 +359,15 @@ def test_learning_rates_and_rounds_may_be_changed_in_the_config_before_resuming(
     assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 6
 
 
+def test_fewer_rounds_than_were_trained_end_the_run_where_it_is(small_task, folder):
+    path = folder / "config.toml"
+    path.write_text(path.read_text().replace("rounds = 5", "rounds = 2"))
+    summary = fedprior.resume(folder, task=small_task()).summary
+    whole = fedprior.run(small_task(), "fedadam", rounds=3).summary
+    assert summary["rounds"] == 3
+    assert summary["global_accuracy"] == whole["global_accuracy"]
+
+
 def first_turn(seed, client, clients):
     """The round in which a client of cohorts of one has its first turn."""
     for number in range(1, 50):
@@ -375,8 +385,10 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint(diverging_task, small_tas
     assert lines(folder / "rounds.jsonl") == 3
     tensors = safetensors.torch.load_file(folder / "checkpoint.safetensors")
     assert all(value.isfinite().all() for name, value in tensors.items() if name.startswith("server/"))
+    assert read_run(folder).trouble.startswith("client 1 diverged in round 4")
     # With that client's data mended, the run goes on from there.
     assert fedprior.resume(folder, task=small_task((4, 4, 4))).summary["rounds"] == 9
+    assert not (folder / "diverged.txt").exists()
 
 
 def test_a_server_that_diverges_does_not_replace_its_last_good_checkpoint(small_task, tmp_path):

@@ -4,6 +4,7 @@
     client        c_s⁺ = c_s − c + (w − φ*) / (K η),   sends c_s⁺ − c_s
     server        c ← c + |S|/N · mean of what was sent
 
+K η is how far K steps go down a slope of one, which is more where the local optimiser has momentum.
 The control variates travel with the weights and double the message.
 """
 

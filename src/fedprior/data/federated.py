@@ -175,6 +175,8 @@ _RESIDENT: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
 
 def _resident(values: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, copied there once for as long as the original lives."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if values.device == device or device.type == "cpu":
         return values.to(device)
     copies = _RESIDENT.setdefault(values, {})

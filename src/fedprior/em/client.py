@@ -112,7 +112,7 @@ def _descend(
 ) -> tuple[Tree, Tensor, Tensor]:
     """One step a batch down the local objective's gradient, plus `direction`.
 
-    Returns the client's variables, its mean loss, and the length of its path: learning rate times steps taken.
+    Returns the client's variables, its mean loss, and how far its steps would have gone down a slope of one.
     """
     prior, lift = algorithm.prior, lifting(vectorised)
     gradient = gradient_of(lift(local_objective(algorithm, network)))
@@ -138,7 +138,7 @@ def _descend(
             taken.append(batch.active)
         losses.append(loss.detach())
     loss, steps = _mean_loss(losses, taken, lr)
-    return local, loss, steps * lr
+    return local, loss, algorithm.local["weights"].path(steps)
 
 
 def _given(batch: Batch) -> Params:

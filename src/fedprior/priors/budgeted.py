@@ -140,7 +140,7 @@ class Budgeted(GlobalGates):
         scores = self.gating.part(torch.where(is_open, worth, -1.0))
         kept, _ = self.gating.floor({layer: torch.zeros_like(gate) for layer, gate in gates.items()}, scores)
         worth = torch.where(is_open & (self.gating.join(kept) == 0), worth, torch.inf)
-        order = worth.argsort()
+        order = worth.argsort(stable=True)  # units of the same worth go in their order, on any device
         gone = torch.where(is_open, cost, 0.0)[order].double()
         closes = gone.cumsum(0) - gone < size - goal
         left = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open

@@ -31,6 +31,8 @@ class FixedGates(GlobalGates):
         for layer, rate in self.rates.items():
             if not 0 <= rate < 1:
                 raise SettingError(f"the dropout rate of {layer} must be at least 0 and below 1, got {rate}")
+        if not self.precision >= 0:
+            raise SettingError(f"precision must be at least 0, got {self.precision}")
 
     def init(self, params: Params) -> Tree:
         return {"weights": params}

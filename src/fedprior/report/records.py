@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from fedprior.settings import HERE_ONLY
+
 GIB = 2**30
 FILES = ("config.toml", "rounds.jsonl", "summary.json")
 NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
@@ -157,7 +159,7 @@ class Group:
     @cached_property
     def mixed(self) -> list[str]:
         """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
-        ignored = {"seed", "device", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"}
+        ignored = {"seed", *HERE_ONLY}
         seen: dict[str, set[str]] = {}
         for run in self.runs:
             for table in ("run", "task", "algorithm"):

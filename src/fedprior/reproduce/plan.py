@@ -9,8 +9,8 @@ from fedprior.algorithms import algorithm_settings
 from fedprior.errors import RunError, SettingError
 from fedprior.report.records import Broken, Run, read_run
 from fedprior.reproduce.experiments import Experiment
-from fedprior.runs import HERE_ONLY, run_settings, sort_settings
-from fedprior.settings import plain
+from fedprior.runs import run_settings, sort_settings
+from fedprior.settings import HERE_ONLY, plain
 from fedprior.tasks import task_options
 
 

@@ -18,12 +18,10 @@ def train(specs: Sequence[RunSpec], console: Console) -> None:
     """
     outcomes = sweeps.train([_plain(spec) for spec in specs], lambda group, rounds: _watch(console, group, rounds))
     for spec, outcome in zip(specs, outcomes, strict=True):
-        name, diverged = f"{spec.label}, seed {spec.seed}", spec.folder / "diverged.txt"
+        name = f"{spec.label}, seed {spec.seed}"
         if isinstance(outcome, DivergedError):
-            diverged.write_text(f"{outcome}\n", encoding="utf-8")
             console.print(f"{name}: {outcome}; going on with the others", highlight=False, markup=False, soft_wrap=True)
             continue
-        diverged.unlink(missing_ok=True)
         last = outcome.summary
         accuracies = ", ".join(f"{kind} {100 * last[f'{kind}_accuracy']:.1f}%" for kind in ("global", "local"))
         console.print(f"{name}: {accuracies}, {last['seconds']:,.0f} s", highlight=False, markup=False, soft_wrap=True)

@@ -29,6 +29,7 @@ class RunFolder:
         self.times = path / "times.jsonl"
         self.checkpoint = path / "checkpoint.safetensors"
         self.partition = path / "partition.json"
+        self.diverged = path / "diverged.txt"
 
     def check_unused(self) -> None:
         """Refuse a folder that holds anything."""

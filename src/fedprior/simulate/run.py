@@ -11,6 +11,7 @@ from torch import nn
 
 from fedprior import trees
 from fedprior.data import FederatedData
+from fedprior.data.images import Scale
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
 from fedprior.models import check_trainable
@@ -90,6 +91,10 @@ class Settings:
             raise SettingError(f"attack must be none, {', '.join(ATTACKS)}, got {self.attack!r}")
         if not 0 <= self.attackers < 1:
             raise SettingError(f"attackers must be at least 0 and below 1, got {self.attackers}")
+        if (self.attack == "none") != (self.attackers == 0):
+            raise SettingError(
+                f"attack={self.attack} and attackers={self.attackers} go together: say what, and what share of clients"
+            )
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
 
@@ -119,6 +124,8 @@ class Result:
     """The server's network, pruned; where the server has several, their `Ensemble`."""
     simulation: Simulation
     path: Path | None
+    scale: Scale | None = None
+    """How images became inputs, for a task on images."""
 
 
 def check_cohort(settings: Settings, data: FederatedData) -> None:
@@ -127,6 +134,8 @@ def check_cohort(settings: Settings, data: FederatedData) -> None:
         raise SettingError(
             f"clients_per_round is {settings.clients_per_round}, but there are only {data.clients} clients"
         )
+    if settings.attackers and not round(settings.attackers * data.clients):
+        raise SettingError(f"attackers={settings.attackers} of {data.clients} clients is nobody: give a larger share")
 
 
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
@@ -164,6 +173,7 @@ class Job:
     folder: RunFolder | None = None
     records: list[Record] = field(default_factory=list)
     progress: Progress | None = None
+    scale: Scale | None = None
     clock: float = 0.0
     """The simulation's seconds when the last record was made."""
 
@@ -180,6 +190,11 @@ class Job:
         if self.folder:
             checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
 
+    def fail(self, error: DivergedError) -> None:
+        """Leave beside the records why there will be no more."""
+        if self.folder:
+            self.folder.diverged.write_text(f"{error}\n", encoding="utf-8")
+
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
         sim = self.simulation
@@ -188,7 +203,8 @@ class Job:
         if self.folder:
             parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
             self.folder.finish(summary, parameters)
-        return Result(self.records, summary, module, self.simulation, self.folder.path if self.folder else None)
+        path = self.folder.path if self.folder else None
+        return Result(self.records, summary, module, self.simulation, path, self.scale)
 
 
 def drive(jobs: list[Job]) -> list[Result | DivergedError]:
@@ -196,6 +212,9 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
     settings = jobs[0].settings
     mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
     driver = engine([job.simulation for job in jobs], mode)
+    for job in jobs:
+        if job.folder:  # it may have diverged with other settings before
+            job.folder.diverged.unlink(missing_ok=True)
     ended: dict[int, DivergedError] = {}
     saved = time.monotonic()
     number = jobs[0].simulation.round
@@ -218,6 +237,8 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
             job = jobs[place]
             if job.progress and place not in failed:
                 job.progress(job.records[-1])
+        for place, error in failed.items():
+            jobs[place].fail(error)
         ended |= failed
     return [ended.get(place) or job.finish(mode) for place, job in enumerate(jobs)]
 
@@ -231,7 +252,8 @@ def _due(settings: Settings, number: int, saved: float) -> bool:
 
 def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:
     """Totals and final values."""
-    last, prior = records[-1], sim.algorithm.prior
+    # A run that is resumed with fewer rounds than it has may have ended on one that was not evaluated.
+    last, prior = records[-1] if "sparsity" in records[-1] else sim.evaluate(), sim.algorithm.prior
     server = prior.prune(sim.server)
     device = sim.root.device
     return {

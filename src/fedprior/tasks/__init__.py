@@ -1,6 +1,7 @@
 """Tasks: a network, clients with data, and how long to train. Named ones, and a user's own."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedprior.settings import nearest, resolve
@@ -20,4 +21,4 @@ def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def task(name: str, seed: int = 0, **options: Any) -> Task:
     """A named task: `task("mnist-mini", seed=1, alpha=0.5)`."""
     resolved = task_options(name, options)
-    return TASKS[name](seed, **resolved)
+    return replace(TASKS[name](seed, **resolved), seed=seed)

@@ -29,6 +29,8 @@ class Task:
     """How a named task was built, for its config."""
     scale: Scale | None = None
     """How images became inputs, for a task on images: an exported network's inputs need the same."""
+    seed: int | None = None
+    """That of a named task's partition and first weights; also of a run, unless it says otherwise."""
 
 
 def own_task(

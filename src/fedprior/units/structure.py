@@ -32,6 +32,7 @@ class Structure:
     layers: tuple[Layer, ...]
     readers: tuple[Reader, ...]
     shapes: dict[str, tuple[int, ...]]
+    input_layers: tuple[str, ...]
     output_layers: tuple[str, ...]
     owned: dict[str, tuple[str, ...]]
     """What a unit of each source has a row of, whether or not it has a gate of its own. Sources with a norm are left

@@ -52,7 +52,7 @@ def find_structure(
         for layer in found.layers.values()
         if all(parameter.rpartition(".")[0] == layer.name for parameter in layer.parameters)
     }
-    return Structure(layers, found.readers, shapes, tuple(sorted(found.outputs)), owned)
+    return Structure(layers, found.readers, shapes, tuple(sorted(found.inputs)), tuple(sorted(found.outputs)), owned)
 
 
 def _by_inputs(found: "Wires", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:
@@ -77,6 +77,8 @@ class Wires(NamedTuple):
     readers: tuple[Reader, ...]
     linear: tuple[str, ...]
     """The linear layers with a trainable weight of their own."""
+    inputs: frozenset[str]
+    """The layers that read the input, and no other layer."""
     outputs: frozenset[str]
     """The layers that feed the output."""
 
@@ -100,7 +102,9 @@ def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     walk = Walk(graph, own, excluded, lenient=False).run()
     assert isinstance(graph.module, fx.GraphModule)
     linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
-    return Wires(graph.module, walk.wires, graph.shapes, walk.layers, tuple(walk.readers), linear, outputs)
+    every = Walk(graph, own, frozenset(), lenient=True).run()
+    inputs = frozenset(every.layers) - every.fed
+    return Wires(graph.module, walk.wires, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
 
 
 def _trace(model: nn.Module, example: Tensor) -> Shapes:

@@ -64,6 +64,8 @@ class Walk:
         self.output: frozenset[str] = frozenset()
         self.seen: set[str] = set()
         self.linear: list[str] = []
+        self.fed: set[str] = set()
+        """The layers that read another's units."""
 
     def run(self) -> "Walk":
         for node in self.graph.module.graph.nodes:  # type: ignore[union-attr]  # an Interpreter's module is a GraphModule
@@ -116,6 +118,7 @@ class Walk:
         axis = rank - 1 if kind == "linear" else 1
         self.linear += [name] if kind == "linear" else []
         if wire.sources:
+            self.fed.add(name)
             if isinstance(module, CONVOLUTIONS) and module.groups != 1:
                 self._unknown(f"{what}, a grouped convolution,", [wire])
             if wire.axis != axis:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from fedprior.errors import ModelError
 from fedprior.trees import Gates, Params
 from fedprior.units.gating import Gating
 
@@ -16,6 +17,8 @@ class WeightGating(Gating):
         super().__init__(floor)
         self.shapes = shapes
         self.gate_shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+        if not self.gate_shapes:
+            raise ModelError("the model has no weights of two dimensions or more, so there is nothing to gate")
 
     def joint_norms(self, params: Params) -> Tensor:
         return self.join(params).abs()
