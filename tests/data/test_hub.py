@@ -137,6 +137,57 @@ def test_a_broken_cache_says_what_to_delete(tmp_path: Path) -> None:
         hub.load(hub.CIFAR10, str(tmp_path))
 
 
+def arrays(**changes: np.ndarray) -> dict[str, np.ndarray]:
+    """Eight training and four test images as the .npz of cifar10 has them."""
+    pixels = np.random.RandomState(0).randint(0, 256, (8, 32, 32, 3)).astype(np.uint8)
+    labels = np.arange(8) % 10
+    whole = {"train_image": pixels, "train_label": labels, "test_image": pixels[:4], "test_label": labels[:4]}
+    return {**whole, **changes}
+
+
+def test_half_an_npz_says_what_to_delete(tmp_path: Path) -> None:
+    path = tmp_path / "uoft-cs--cifar10.npz"
+    np.savez(path, **arrays())  # type: ignore[arg-type]
+    path.write_bytes(path.read_bytes()[:20_000])
+    with pytest.raises(DataError, match=r"cannot be read .* delete it"):
+        hub.load(hub.CIFAR10, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"train_image": np.zeros((8, 3, 32, 32), np.uint8)}, "train_image must be 8-bit images"),
+        ({"train_image": np.zeros((8, 32, 32, 3), np.float32)}, "train_image must be 8-bit images .* got float32"),
+        ({"test_image": np.zeros((4, 32, 32), np.uint8)}, r"test_image must have images of shape \(32, 32, 3\)"),
+        ({"test_image": np.zeros((4, 16, 16, 3), np.uint8)}, "test_image must have images of shape"),
+        ({"train_label": np.arange(7)}, r"train_label must be one for each image, got shape \(7,\) for 8"),
+        ({"train_label": np.zeros((8, 1), int)}, "train_label must be one for each image"),
+        ({"test_label": np.full(4, 0.5)}, "test_label must be whole numbers from 0, got float64"),
+        ({"test_label": np.full(4, -1)}, "test_label must be whole numbers from 0"),
+        ({"test_label": np.full(4, 10)}, "test label 10, but labels run from 0 to 9"),
+        ({"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)}, "test_label must be one"),
+    ],
+)
+def test_arrays_that_are_not_the_sets_are_refused_in_a_line(
+    tmp_path: Path, changes: dict[str, np.ndarray], match: str
+) -> None:
+    np.savez(tmp_path / "uoft-cs--cifar10.npz", **arrays(**changes))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=match):
+        fedprior.task("cifar10", data_dir=str(tmp_path), clients=2)
+
+
+def test_a_data_folder_without_the_set_is_refused_although_the_hubs_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "empty").mkdir()
+    np.savez(tmp_path / "cache" / "uoft-cs--cifar10.npz", **arrays())  # type: ignore[arg-type]
+    assert len(hub.load(hub.CIFAR10)["train_label"]) == 8
+    with pytest.raises(DataError, match="--data-dir must hold uoft-cs/cifar10"):
+        hub.load(hub.CIFAR10, str(tmp_path / "empty"))
+
+
 # ---------------------------------------------------------------------- any other set of the Hub
 
 

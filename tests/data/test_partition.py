@@ -121,6 +121,15 @@ def test_pachinko_gives_equal_disjoint_hands_that_favour_few_coarse_labels() -> 
     assert np.abs(tests - trains).sum() < 0.7, "test examples follow the same preferences"
 
 
+def test_pachinko_with_a_tiny_beta_still_deals_and_without_limits_is_refused() -> None:
+    fine, coarse, test_fine, test_coarse = cifar100_labels()
+    train, _ = partition.pachinko(fine, coarse, test_fine, test_coarse, 20, seed=0, beta=1e-12)
+    assert len(np.unique(np.concatenate(train))) == sum(map(len, train))
+    for wrong in ({"alpha": np.inf}, {"beta": np.inf}, {"beta": 0.0}, {"alpha": -1.0}):
+        with pytest.raises(SettingError, match="alpha and beta must be above 0 and finite"):
+            partition.pachinko(fine, coarse, test_fine, test_coarse, 20, seed=0, **wrong)
+
+
 def test_pachinko_with_even_preferences_is_even() -> None:
     fine, coarse, test_fine, test_coarse = cifar100_labels()
     train, _ = partition.pachinko(fine, coarse, test_fine, test_coarse, 20, seed=0, alpha=1e4, beta=1e4)

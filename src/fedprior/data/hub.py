@@ -5,8 +5,11 @@
 """
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +33,14 @@ class Source:
     """A configuration, where the data set has several."""
     side: int = 0
     """Images are scaled to so many pixels a side; 0: left as they are."""
+    shape: tuple[int, ...] = ()
+    """Of an image, where it is known."""
 
 
-CIFAR10 = Source("uoft-cs/cifar10", "img", {"label": "label"})
-CIFAR100 = Source("uoft-cs/cifar100", "img", {"label": "fine_label", "coarse": "coarse_label"})
-MNIST = Source("ylecun/mnist", "image", {"label": "label"})
-FEMNIST = Source("flwrlabs/femnist", "image", {"label": "character", "writer": "writer_id"}, ("train",))
+CIFAR10 = Source("uoft-cs/cifar10", "img", {"label": "label"}, shape=(32, 32, 3))
+CIFAR100 = Source("uoft-cs/cifar100", "img", {"label": "fine_label", "coarse": "coarse_label"}, shape=(32, 32, 3))
+MNIST = Source("ylecun/mnist", "image", {"label": "label"}, shape=(28, 28))
+FEMNIST = Source("flwrlabs/femnist", "image", {"label": "character", "writer": "writer_id"}, ("train",), shape=(28, 28))
 NAMED = (CIFAR10, CIFAR100, MNIST, FEMNIST)
 
 SOURCES = {source.repository: source for source in NAMED}
@@ -51,11 +56,15 @@ def load(source: Source, data_dir: str = "") -> Arrays:
     if data_dir and not Path(data_dir).expanduser().is_dir():
         raise DataError(f"the data folder {data_dir} does not exist")
     ready = Path(data_dir).expanduser() / f"{_flat(source)}.npz" if data_dir else None
-    for path in (ready, _cache_file(source, folder)):
-        if path is not None and path.is_file():
-            return _read(path, source)
-    arrays = _decode(source, folder)
+    if ready is not None and ready.is_file():
+        return _read(ready, source)
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} as the Hub has it")
     path = _cache_file(source, folder)
+    if path.is_file():
+        return _read(path, source)
+    arrays = _decode(source, folder)
+    _check(arrays, source, source.repository)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.part.npz")
     np.savez(temporary, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the first keyword for an option
@@ -72,7 +81,7 @@ def _cache_file(source: Source, folder: Path | None) -> Path:
     cache = Path(os.environ.get("FEDPRIOR_CACHE", Path.home() / ".cache" / "fedprior"))
     about: list[object] = [] if source in NAMED else [source]
     if folder is not None:
-        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
         about += [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = f"-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}" if about else ""
     return cache / f"{_flat(source)}{key}.npz"
@@ -80,15 +89,54 @@ def _cache_file(source: Source, folder: Path | None) -> Path:
 
 def _read(path: Path, source: Source) -> Arrays:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read ({error}); delete it to decode the data again") from error
     splits = OURS[: len(source.splits)]
     missing = {f"{split}_{name}" for split in splits for name in ("image", *source.columns)} - set(arrays)
     if missing:
         raise DataError(f"{path} lacks {', '.join(sorted(missing))}; delete it to decode the data again")
+    _check(arrays, source, str(path))
     return arrays
+
+
+def _check(arrays: Arrays, source: Source, where: str) -> None:
+    """Refuse arrays that are not 8-bit images, channels last, with a label each; a set by name has its own shape."""
+    shapes = set()
+    for split in OURS[: len(source.splits)]:
+        images = arrays[f"{split}_image"]
+        shape = images.shape[1:]
+        shapes.add(shape)
+        if images.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)):
+            raise DataError(
+                f"{where}: {split}_image must be 8-bit images [N, H, W] or [N, H, W, 3], got {images.dtype} of shape "
+                f"{images.shape}"
+            )
+        if source.shape and shape != source.shape:
+            raise DataError(f"{where}: {split}_image must have images of shape {source.shape}, got {shape}")
+        for name in source.columns:
+            values = arrays[f"{split}_{name}"]
+            if values.shape != images.shape[:1] or not len(values):
+                raise DataError(
+                    f"{where}: {split}_{name} must be one for each image, got shape {values.shape} for {len(images)}"
+                )
+            if source in NAMED and name != "writer" and (values.dtype.kind not in "iu" or values.min() < 0):
+                raise DataError(f"{where}: {split}_{name} must be whole numbers from 0, got {values.dtype}")
+    if len(shapes) > 1:
+        raise DataError(f"{where}: training and test images differ in shape, {' and '.join(map(str, shapes))}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a network the Hub's library tells of every attempt; the one line at the end is ours."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _decode(source: Source, folder: Path | None) -> Arrays:
@@ -98,10 +146,9 @@ def _decode(source: Source, folder: Path | None) -> Arrays:
         raise DataError(
             f"decoding {source.repository} needs the Hugging Face library: pip install 'fedprior[hub]'"
         ) from error
-    if folder is not None and not folder.is_dir():
-        raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} as the Hub has it")
     try:
-        loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository, source.subset or None)
+        with _quiet():
+            loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository, source.subset or None)
     except Exception as error:  # the library raises whatever its network stack does
         raise DataError(
             f"{source.repository} could not be loaded ({type(error).__name__}: {error}); go online once, or pass "

@@ -58,8 +58,8 @@ def pachinko(
     As in `dirichlet`, every client gets the same number of examples without replacement, a label that runs out leaves
     the draw, and the test examples come from the same preferences.
     """
-    if not alpha > 0 or not beta > 0:
-        raise SettingError(f"alpha and beta must be above 0, got {alpha} and {beta}")
+    if not 0 < alpha < np.inf or not 0 < beta < np.inf:
+        raise SettingError(f"alpha and beta must be above 0 and finite, got {alpha} and {beta}")
     _check_clients(clients, len(labels))
     random = _random_state(seed)
     fine_to_coarse = dict(zip(labels.tolist(), coarse.tolist(), strict=True))
@@ -74,6 +74,7 @@ def pachinko(
     drawn = random.standard_gamma(beta, (clients, sum(len(family) for family in families)))
     pieces = np.split(drawn, np.cumsum([len(family) for family in families])[:-1], axis=1)
     for share, family, piece in zip(shares.T, families, pieces, strict=True):
+        piece[piece.sum(1) == 0] = 1  # for a tiny β all of a draw underflows
         preferences[:, family] = share[:, None] * (piece * (1 / piece.cumsum(1)[:, -1:]))
     return (
         _deal(labels, preferences, len(labels) // clients, random),

@@ -80,6 +80,7 @@ def cifar10(
         images,
         dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed)),
         lambda: initialise(lambda: LeNet5(channels=3, side=32, classes=10), init, seed),
+        classes=10,
         defaults={"rounds": 1000, "batch_size": 64, "evaluate_every": 10},
         algorithms={**dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM), **DROPOUT},
         options=options,
@@ -105,6 +106,7 @@ def cifar100(
         images,
         pachinko(images.y, coarse, images.test_y, test_coarse, clients, _either(partition_seed, seed), alpha, beta),
         lambda: initialise(lambda: ResNet20(channels=3, classes=100), init, seed),
+        classes=100,
         defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
             **dict.fromkeys(("fedavg", "fedprox", "fedl1"), ADAM),
@@ -166,6 +168,7 @@ def mnist_scaffold(
         images,
         single_class(images.y, images.test_y, clients, _either(partition_seed, seed)),
         lambda: initialise(lambda: LogisticRegression(784, 10), init, seed),
+        classes=10,
         defaults={"rounds": 400, "batch_size": 20, "evaluate_every": 10},
         # The only units feed the output, so the gates are the weights'.
         algorithms={name: {"structured": False} for name in ("fedsparse", "fedsparse+scaffold")},
