@@ -181,7 +181,7 @@ def _legend(figure: "Figure", axes: "Axes") -> None:
             loc="outside upper center",
             ncols=columns,
             frameon=False,
-            handlelength=2,
+            handlelength=3.2,
             handletextpad=0.5,
             columnspacing=1.2,
         )
