@@ -31,16 +31,19 @@ class RunFolder:
         self.partition = path / "partition.json"
         self.diverged = path / "diverged.txt"
 
-    def check_unused(self) -> None:
-        """Refuse a folder that holds anything."""
+    def used(self) -> bool:
+        """Whether there is anything here."""
         try:
             # A crash while the folder was made may have left half a config, which is nothing yet.
-            used = self.path.exists() and (
+            return self.path.exists() and (
                 not self.path.is_dir() or any(entry.suffix != ".part" for entry in self.path.iterdir())
             )
         except OSError as error:
             raise RunError(f"cannot use {self.path}: {error.strerror}") from error
-        if used:
+
+    def check_unused(self) -> None:
+        """Refuse a folder that holds anything."""
+        if self.used():
             hint = f"continue it with `fedprior resume {self.path}`, or choose" if self.config.exists() else "choose"
             raise RunError(f"{self.path} exists; {hint} another folder (--out)")
 
