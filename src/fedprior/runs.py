@@ -17,6 +17,7 @@ from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
+from fedprior.storage import write_atomically
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -202,7 +203,7 @@ def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) ->
     for name, counts in zip(("train", "test"), data.class_counts(), strict=True):
         rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
         lines.append(f'"{name}": [\n{rows}\n]')
-    checkpoint.write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
+    write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
 
 
 def config_of(

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-
 from fedprior.errors import RunError
-from fedprior.simulate.checkpoint import write_atomically
+from fedprior.storage import to_bytes, write_atomically
 from fedprior.trees import Params
 
 Record = dict[str, Any]
@@ -121,8 +119,7 @@ class RunFolder:
 
     def finish(self, summary: Record, model: Params) -> None:
         """The end of a run."""
-        plain = {name: value.detach().cpu().contiguous().clone() for name, value in model.items()}
-        write_atomically(self.model, safetensors.torch.save(plain))
+        write_atomically(self.model, to_bytes(model))
         write_atomically(self.summary, (json.dumps(without_nan(summary), indent=2) + "\n").encode())
 
 
