@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedprior.errors import ModelError, SettingError
 from fedprior.models import INITIALISATIONS, LeNet5, LogisticRegression, ResNet20, check_trainable, initialise
+from fedprior.tasks import own_task
 
 # ---------------------------------------------------------------------- the networks
 
@@ -182,3 +183,13 @@ def test_a_model_that_is_partly_frozen_can_be_trained():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
     check_trainable(model)
+
+
+def test_a_parameter_with_a_slash_in_its_name_is_refused():
+    """Paths in a checkpoint are names with slashes between them."""
+    inner = nn.Sequential(nn.Linear(3, 2))
+    inner[0].extra = nn.ParameterDict({"a/b": torch.zeros(2)})
+    with pytest.raises(ModelError, match=r"parameter '0\.extra\.a/b' has a slash in its name"):
+        check_trainable(inner)
+    with pytest.raises(ModelError, match="slash"):
+        own_task(nn.ModuleDict({"in/out": nn.Linear(3, 2)}), [(torch.zeros(4, 3), torch.zeros(4).long())])

@@ -16,6 +16,7 @@ from fedprior.report.pareto import Reference
 from fedprior.report.records import Run, find_runs, read_run
 from fedprior.reproduce import EXPERIMENTS
 from fedprior.settings import nearest, plain
+from fedprior.specs import Spec
 from fedprior.tasks import task_options
 from fedprior.wire.precision import Wire
 
@@ -35,14 +36,14 @@ def plan(
     settings: Mapping[str, str],
     out: Path,
     options: Mapping[str, Any],
-) -> list[sweeps.Spec]:
+) -> list[Spec]:
     """One spec for each combination and seed, and one a baseline and seed in full precision.
 
     `settings` are as with `--set`; those of an algorithm reach the ones that know them.
     """
     _check(sparsities, wires, baselines, settings)
     for_run, for_task, for_algorithms = runs.sort_settings(settings, task, ["fedsparse", *baselines])
-    common = sweeps.Spec(task, "fedsparse", out, run={**options, **for_run}, task_options=for_task)
+    common = Spec(task, "fedsparse", out, run={**options, **for_run}, task_options=for_task)
     specs = []
     for seed in seeds:
         for name in baselines:
@@ -80,13 +81,13 @@ def _check(
             raise SettingError(f"{', '.join(map(str, given))} names something twice")
 
 
-def train(specs: Sequence[sweeps.Spec], watch: sweeps.Watch | None = None) -> list[tuple[sweeps.Spec, sweeps.Outcome]]:
+def train(specs: Sequence[Spec], watch: sweeps.Watch | None = None) -> list[tuple[Spec, sweeps.Outcome]]:
     """Make the runs that are missing, and say what became of them; a run that diverges has no point."""
     left = sweeps.unfinished(specs)
     return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
-def read(specs: Sequence[sweeps.Spec], others: Sequence[Run] = ()) -> list[Run]:
+def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:
     """The finished runs of the specs, then of the others those with labels of their own."""
     found = [read_run(spec.out) for spec in specs]
     own = {spec.label for spec in specs}

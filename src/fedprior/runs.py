@@ -1,7 +1,7 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
-from fedprior.settings import HERE_ONLY, Option, convert, nearest, plain
+from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
+from fedprior.storage import write_atomically
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
@@ -59,7 +60,7 @@ def start_job(
     about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None
     if folder and ranks.first():
-        folder.create(_config(task, algorithm, settings, label, partition))
+        folder.create(config_of(task, algorithm, settings, label, partition))
         _keep_partition(folder, task.data, partition)
     return Job(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
 
@@ -70,41 +71,6 @@ def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, la
     if not folder.config.exists():
         return start_job(task, algorithm, settings, out, label)
     return _reopen(folder, task, algorithm, settings)
-
-
-def check_same(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str) -> None:
-    """Refuse to go on with a run that was started with other settings; where it is computed may change."""
-    folder = RunFolder(out)
-    if not folder.config.exists():
-        return
-    found = difference(folder.read_config(), _config(task, algorithm, settings, label, ""), HERE_ONLY)
-    if found:
-        key, was, now = found
-        raise RunError(
-            f"{out} has {key} = {was}, not {now}; delete it, or choose another --out, or ask for {key}={was}"
-        )
-
-
-def difference(
-    recorded: Mapping[str, Any], expected: Mapping[str, Any], besides: Set[str]
-) -> tuple[str, Any, Any] | None:
-    """The first setting in which two configs differ: its name, what was recorded and what is expected.
-
-    A setting that is younger than the recorded config had its default.
-    """
-    name, task = expected["run"]["algorithm"], expected["run"]["task"]
-    defaults = {
-        "run": {key: option.default for key, option in RUN_OPTIONS.items() if option.default is not None},
-        "task": task_options(task, {}) if task in TASKS else {},
-        "algorithm": algorithm_settings(name, {}) if name in ALGORITHMS else {},
-    }
-    for table, known in defaults.items():
-        for key in {**expected[table], **recorded[table]}:
-            default = plain(known[key]) if key in known and key in expected[table] else None
-            was, now = recorded[table].get(key, default), expected[table].get(key)
-            if key not in besides and was != now:
-                return key, was, now
-    return None
 
 
 def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Settings | None = None) -> Job:
@@ -237,12 +203,13 @@ def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) ->
     for name, counts in zip(("train", "test"), data.class_counts(), strict=True):
         rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
         lines.append(f'"{name}": [\n{rows}\n]')
-    checkpoint.write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
+    write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
 
 
-def _config(
-    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str
+def config_of(
+    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str = ""
 ) -> dict[str, dict[str, Any]]:
+    """All that a run's config.toml says."""
     # A task of another seed than its run's: the same clients and first weights, other draws.
     other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
     chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}

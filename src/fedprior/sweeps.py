@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,12 @@ from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
 from fedprior.settings import plain
 from fedprior.simulate.engine import mode_of
-from fedprior.simulate.folder import RunFolder
 from fedprior.simulate.run import Job, Progress, Result, Settings, check_cohort, drive
+from fedprior.specs import Spec, check_same, missing
 from fedprior.tasks import Task
 from fedprior.tasks import task as named_task
 
-
-@dataclass(frozen=True)
-class Spec:
-    """One run, in plain settings: enough to start it, to find it on disk, and to go on with it."""
-
-    task: str
-    algorithm: str
-    out: Path
-    seed: int = 0
-    label: str = ""
-    run: Mapping[str, Any] = field(default_factory=dict)
-    task_options: Mapping[str, Any] = field(default_factory=dict)
-    algorithm_settings: Mapping[str, Any] = field(default_factory=dict)
-
-
+Parts = tuple[Task, Algorithm, Settings]
 Outcome = Result | DivergedError
 Watch = Callable[[list[Spec], int], AbstractContextManager[Progress | None]]
 """What shows the progress of specs that train together for so many rounds; it is fed the records of the first."""
@@ -44,7 +30,7 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     tasks: dict[str, Task] = {}
     built = [_build(spec, tasks) for spec in specs]
     for spec, parts in zip(specs, built, strict=True):  # everything is checked before anything is trained
-        runs.check_same(*parts, spec.out, spec.label)
+        _check(spec, parts)
     outcomes: dict[int, Outcome] = {}
     for places in _mates(specs, built):
         group = [specs[place] for place in places]
@@ -57,18 +43,24 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
 
 def unfinished(specs: Sequence[Spec]) -> list[Spec]:
     """The specs that are still to be trained; a folder that holds a run with other settings is an error."""
+    left = missing(specs)
     tasks: dict[str, Task] = {}
-    finished = [spec for spec in specs if RunFolder(spec.out).summary.exists()]
-    for spec in finished:
-        runs.check_same(*_build(spec, tasks), spec.out, spec.label)
-    return [spec for spec in specs if spec not in finished]
+    for spec in specs:
+        if spec not in left:
+            _check(spec, _build(spec, tasks))
+    return left
+
+
+def _check(spec: Spec, parts: Parts) -> None:
+    """Refuse a folder that holds a run with other settings, also where the spec leaves them to its task."""
+    check_same(spec.out, runs.config_of(*parts, spec.label or spec.algorithm), whole=True)
 
 
 def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | None]:
     return nullcontext()
 
 
-def _build(spec: Spec, tasks: dict[str, Task]) -> tuple[Task, Algorithm, Settings]:
+def _build(spec: Spec, tasks: dict[str, Task]) -> Parts:
     """A spec's task, algorithm and settings; specs of one task and seed share the task."""
     runs.run_settings({"seed": spec.seed})  # a seed of more than 64 bits is refused in words
     key = repr((spec.task, spec.seed, sorted(spec.task_options.items())))
@@ -82,7 +74,7 @@ def _build(spec: Spec, tasks: dict[str, Task]) -> tuple[Task, Algorithm, Setting
     return task, algorithm, settings
 
 
-def _mates(specs: Sequence[Spec], built: Sequence[tuple[Task, Algorithm, Settings]]) -> list[list[int]]:
+def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
     """The places of specs that may train together."""
     groups: dict[str, list[int]] = {}
     for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):

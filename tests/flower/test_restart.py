@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
+import safetensors
 import safetensors.torch
 import torch
 from local_grid import LocalGrid
@@ -15,6 +16,7 @@ from fedprior import RunError, SettingError
 from fedprior.flower import checkpoint
 from fedprior.flower.apps import serve
 from fedprior.flower.memory import Memory
+from fedprior.flower.server import Server
 
 FILES = ("rounds.jsonl", "model.safetensors")
 LIMITS = {"round-seconds": 0.2, "start-seconds": 0.2, "poll-seconds": 0.001, "wait-for": 6}
@@ -96,6 +98,40 @@ def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
     (run / "checkpoint.safetensors").write_bytes(data)
     with pytest.raises(RunError, match="checksum does not match"):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
+
+
+HEAD = {"format", "run", "round", "seconds", "numbers", "accepted", "records", "checksum"}
+"""The lines of a checkpoint's head in every version so far."""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("format", "fedprior-checkpoint-1", "not a fedprior checkpoint of the kind fedprior-flower-checkpoint-1"),
+        ("round", "many", "damaged"),
+        ("numbers", "3", "damaged"),
+        ("accepted", "[1]", "damaged"),
+        ("accepted", "{", "damaged"),
+        ("numbers", '{"state": 1}', "belongs to another model"),
+        ("numbers", '{"state/weights": 1}', "belongs to another model"),
+        ("numbers", '{"moments": 1}', "belongs to another model"),
+        ("run", RUN, "belongs to another run"),
+        *((key, None, "damaged|not a fedprior checkpoint") for key in sorted(HEAD)),
+    ],
+)
+def test_a_checkpoint_that_is_not_this_servers_is_one_clear_error(make_job, tmp_path, key, value, words):
+    """`None`: the line is not there."""
+    server, path = Server.new(make_job("fedsparse"), RUN[::-1]), tmp_path / "checkpoint.safetensors"
+    checkpoint.save(path, server, "123")
+    assert checkpoint.load(path, server) == "123"
+    with safetensors.safe_open(str(path), framework="pt") as file:
+        head = file.metadata()
+    assert head.keys() == HEAD
+    head = {name: line for name, line in {**head, key: value}.items() if line is not None}
+    path.write_bytes(safetensors.torch.save(safetensors.torch.load_file(path), head))
+    with pytest.raises(RunError, match=words) as refusal:
+        checkpoint.load(path, server)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_run_has_one_server_at_a_time(make_job, tmp_path):

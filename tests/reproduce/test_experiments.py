@@ -16,12 +16,12 @@ FIXED = {"partition_seed": 0}
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_has_settings_that_exist_and_a_folder_of_its_own(name, tmp_path):
     specs = plan(experiment(name), [0, 1, 2], tmp_path, {})
-    folders = {spec.folder for spec in specs}
+    folders = {spec.out for spec in specs}
     assert len(folders) == len(specs) == 3 * len(experiment(name).methods)
     for spec in specs:
         assert re.fullmatch(r"[a-z0-9+-]+", spec.label)
-        assert spec.folder == tmp_path / spec.label / f"seed-{spec.seed}"
-        assert spec.run_settings["seed"] == spec.seed
+        assert spec.out == tmp_path / spec.label / f"seed-{spec.seed}"
+        assert spec.config()["run"]["seed"] == spec.seed
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_given_settings_reach_the_methods_that_know_them(tmp_path):
         experiment("cifar10"), [4], tmp_path, {"lambda0": "1", "batch_size": "8", "alpha": "0.5", "rounds": "2"}
     )
     for spec in specs:
-        assert (spec.run_settings["batch_size"], spec.run_settings["rounds"]) == ("8", "2")
+        assert (spec.run["batch_size"], spec.run["rounds"]) == ("8", "2")
         assert spec.task_options == {"alpha": "0.5", **FIXED}
         assert (spec.algorithm_settings.get("lambda0") == "1") == (spec.algorithm == "fedsparse")
     for given, match in (

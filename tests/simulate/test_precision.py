@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior import keys, runs, trees, wire
+from fedprior import keys, runs, specs, trees, wire
 from fedprior.keys import Purpose
 from fedprior.simulate.folder import RunFolder
 from fedprior.simulate.run import Settings, build
@@ -166,6 +166,7 @@ def test_runs_from_before_precision_was_a_setting_go_on(tmp_path):
     _, found, _, _ = runs.read_config(RunFolder(tmp_path / "old"))
     assert (found.wire, found.entropy, found.messages) == ("float32", True, "count")
     settings = runs.run_settings(task.defaults, task)
-    runs.check_same(task, chosen, settings, tmp_path / "old", "fedavg")
+    specs.check_same(tmp_path / "old", runs.config_of(task, chosen, settings, "fedavg"), whole=True)
+    rounded = runs.config_of(task, chosen, replace(settings, wire="int8"), "fedavg")
     with pytest.raises(fedprior.RunError, match="has wire = float32, not int8"):
-        runs.check_same(task, chosen, replace(settings, wire="int8"), tmp_path / "old", "fedavg")
+        specs.check_same(tmp_path / "old", rounded, whole=True)

@@ -14,6 +14,7 @@ from fedprior.repeat import repeat_command
 from fedprior.report import markdown_table, summary_table
 from fedprior.report.write import write_report
 from fedprior.simulate import ranks
+from fedprior.specs import Spec
 
 # What is piped to a file need not fit a terminal of 80 columns.
 # Labels and paths are shown as they are, brackets and all.
@@ -21,13 +22,13 @@ console = Console(width=None if sys.stdout.isatty() else 120, markup=False, high
 errors = Console(stderr=True)
 
 
-def bar(group: list[sweeps.Spec], rounds: int) -> RunProgress:
+def bar(group: list[Spec], rounds: int) -> RunProgress:
     """One bar for specs that train together."""
     label = group[0].label if len(group) == 1 else f"{group[0].algorithm} × {len(group)}"
     return RunProgress(console, label, rounds)
 
 
-def name_diverged(outcomes: list[tuple[sweeps.Spec, sweeps.Outcome]]) -> None:
+def name_diverged(outcomes: list[tuple[Spec, sweeps.Outcome]]) -> None:
     """One line each, on stderr."""
     for spec, outcome in outcomes:
         if isinstance(outcome, DivergedError):

@@ -69,7 +69,7 @@ def to_source(module: nn.Module, example: Tensor, about: str) -> tuple[str, Para
         forward="\n".join(f"    {line}".rstrip() for line in forward.splitlines()),
         dtype=f".to({dtypes.pop()})" if dtypes else "",
     )
-    return text, {name: value.detach().cpu().contiguous().clone() for name, value in root.state_dict().items()}
+    return text, root.state_dict()
 
 
 def _quoted(text: str) -> str:

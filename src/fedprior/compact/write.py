@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from fedprior.compact.measure import REPEATS, fastest, multiply_adds, parameters
 from fedprior.compact.shrink import TOLERANCE, compact
 from fedprior.compact.source import to_source
 from fedprior.errors import ModelError, RunError
+from fedprior.storage import to_bytes
 from fedprior.version import __version__
 
 FORMAT = "fedprior-export-1"
@@ -93,7 +93,7 @@ def _write_torch(small: nn.Module, example: Tensor, folder: Path, about: Mapping
     """model.py and model.safetensors, and the network as they give it."""
     text, weights = to_source(small, example, f"Exported by fedprior {__version__}: {about.get('title', '')}")
     (folder / "model.py").write_text(text, encoding="utf-8")
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(weights))
+    (folder / "model.safetensors").write_bytes(to_bytes(weights))
     return load_module(folder)
 
 
@@ -127,10 +127,9 @@ def _compared(expected: Tensor, found: Tensor, name: str) -> dict[str, float]:
 
 
 def _size(module: nn.Module, example: Tensor) -> dict[str, float]:
-    state = {name: value.detach().contiguous().clone() for name, value in module.state_dict().items()}
     return {
         "parameters": parameters(module),
-        "bytes": len(safetensors.torch.save(state)),
+        "bytes": len(to_bytes(module.state_dict())),
         "multiply_adds": multiply_adds(module, example),
     }
 

@@ -22,9 +22,10 @@ from fedprior.flower.node import Node
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
-from fedprior.runs import difference, unused_folder
+from fedprior.runs import unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.server import Record
+from fedprior.specs import differences
 
 try:
     import fcntl
@@ -160,9 +161,7 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
         raise RunError(f"{folder.path} is not a run of Flower; `fedprior resume {folder.path}` resumes a simulation")
-    differs = difference(found, now, {*MAY_CHANGE, *SIMULATOR_ONLY})
-    if differs:
-        key, was, value = differs
+    for key, was, value in differences(found, now, {*MAY_CHANGE, *SIMULATOR_ONLY}, whole=True):
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
     # Without a checkpoint it is new, or was stopped in its first round and starts again.

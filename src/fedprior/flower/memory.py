@@ -9,12 +9,9 @@ import re
 from pathlib import Path
 
 import safetensors
-import safetensors.torch
-from torch import Tensor
 
-from fedprior import trees
+from fedprior import storage, trees
 from fedprior.errors import WireError
-from fedprior.simulate.checkpoint import write_atomically
 from fedprior.trees import Tree
 
 _RUN = re.compile(r"[0-9a-f]{16}")
@@ -52,27 +49,13 @@ class Memory:
         if not self.blank:
             return
         flat = dict(trees.leaves({str(turn): tree for turn, tree in {**self.turns, number: memory}.items()}))
-        plain = {name: value.detach().cpu().contiguous().clone() for name, value in flat.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(self.path, safetensors.torch.save(plain))
+        storage.write_atomically(self.path, storage.to_bytes(flat))
 
     def _load(self) -> dict[int, Tree]:
         """All turns on disk; none where the file is missing, damaged or of another model."""
         try:
-            tensors = safetensors.torch.load(self.path.read_bytes())
-            turns = {int(name.split("/", 1)[0]) for name in tensors}
-            return {
-                turn: {
-                    section: {name: _like(tensors[f"{turn}/{section}/{name}"], leaf) for name, leaf in leaves.items()}
-                    for section, leaves in self.blank.items()
-                }
-                for turn in turns
-            }
-        except (OSError, safetensors.SafetensorError, KeyError, ValueError):
+            turns = storage.from_bytes(self.path.read_bytes())
+            return {int(turn): storage.like(self.blank, memory) for turn, memory in turns.items()}
+        except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             return {}
-
-
-def _like(found: Tensor, model: Tensor) -> Tensor:
-    if found.shape != model.shape or found.dtype != model.dtype:
-        raise ValueError(found.shape)
-    return found.to(model.device)

@@ -20,6 +20,12 @@ def check_trainable(model: nn.Module) -> None:
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
             kind = type(module).__name__
             raise ModelError(f"module {name!r} is a {kind}, whose random draws no key controls. Use Dropout instead")
+    for name, _ in model.named_parameters():
+        if "/" in name:
+            raise ModelError(
+                f"parameter {name!r} has a slash in its name, which separates the names of a path in checkpoints. "
+                "Give it a name without one"
+            )
     kinds = {parameter.dtype for parameter in model.parameters()}
     if len(kinds) > 1 or kinds - {torch.float32, torch.float64}:
         found = ", ".join(sorted(str(kind) for kind in kinds))

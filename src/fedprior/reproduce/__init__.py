@@ -2,7 +2,7 @@
 
 from fedprior.reproduce.command import reproduce
 from fedprior.reproduce.experiments import EXPERIMENTS, Cell, Cells, Experiment, Method, experiment
-from fedprior.reproduce.plan import RunSpec, missing, plan, read_seeds
+from fedprior.reproduce.plan import plan, read_seeds
 from fedprior.reproduce.results import Results, read_results
 from fedprior.reproduce.training import train
 
@@ -13,9 +13,7 @@ __all__ = [
     "Experiment",
     "Method",
     "Results",
-    "RunSpec",
     "experiment",
-    "missing",
     "plan",
     "read_results",
     "read_seeds",

@@ -10,9 +10,10 @@ from fedprior.report.figures import NoMatplotlibError
 from fedprior.report.page import write_page
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import experiment as named_experiment
-from fedprior.reproduce.plan import missing, plan
+from fedprior.reproduce.plan import plan
 from fedprior.reproduce.results import Results, read_results
 from fedprior.reproduce.training import train
+from fedprior.specs import missing
 
 
 def reproduce(

@@ -8,7 +8,7 @@ from fedprior.report import figures
 from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import Experiment
-from fedprior.reproduce.plan import RunSpec, differences
+from fedprior.specs import Spec, differences
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Results:
         return [path for name, figure in drawn.items() for path in figures.save(figure, self.out / "figures", name)]
 
 
-def read_results(experiment: Experiment, out: Path, specs: Sequence[RunSpec] = ()) -> Results:
+def read_results(experiment: Experiment, out: Path, specs: Sequence[Spec] = ()) -> Results:
     """Read the folder; needs neither data nor a GPU. Runs are held against the specs of the same label and seed."""
     found = find_runs(out)
     order = {method.label: number for number, method in enumerate(experiment.methods)}
@@ -89,7 +89,8 @@ def read_results(experiment: Experiment, out: Path, specs: Sequence[RunSpec] = (
             state = run.trouble or f"unfinished, {len(run.rounds):,} of {run.planned:,} rounds"
             notes.append(f"{name}: {state}; not in the table")
         elif (run.label, run.seed) in expected:
-            notes += [f"{name}: {text}" for text in differences(expected[run.label, run.seed], run)]
+            other = differences(run.config, expected[run.label, run.seed].config())
+            notes += [f"{name}: {key} = {was}, not {now}" for key, was, now in other]
     groups = sorted(group_runs(run for run in mine if run.finished), key=lambda group: order[group.label])
     notes += [f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed]
     notes += _partitions(mine)

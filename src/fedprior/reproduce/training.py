@@ -7,16 +7,16 @@ from rich.console import Console
 from fedprior import sweeps
 from fedprior.errors import DivergedError
 from fedprior.progress import RunProgress
-from fedprior.reproduce.plan import RunSpec
+from fedprior.specs import Spec
 
 
-def train(specs: Sequence[RunSpec], console: Console) -> None:
+def train(specs: Sequence[Spec], console: Console) -> None:
     """Afterwards every spec's folder holds a finished run or, beside its records, a diverged.txt with the reason.
 
     Half-finished runs go on from their checkpoints; on a GPU, runs that differ in numbers only train together. A run
     that diverges does not stop the others.
     """
-    outcomes = sweeps.train([_plain(spec) for spec in specs], lambda group, rounds: _watch(console, group, rounds))
+    outcomes = sweeps.train(specs, lambda group, rounds: _watch(console, group, rounds))
     for spec, outcome in zip(specs, outcomes, strict=True):
         name = f"{spec.label}, seed {spec.seed}"
         if isinstance(outcome, DivergedError):
@@ -27,20 +27,7 @@ def train(specs: Sequence[RunSpec], console: Console) -> None:
         console.print(f"{name}: {accuracies}, {last['seconds']:,.0f} s", highlight=False, markup=False, soft_wrap=True)
 
 
-def _plain(spec: RunSpec) -> sweeps.Spec:
-    return sweeps.Spec(
-        task=spec.task,
-        algorithm=spec.algorithm,
-        out=spec.folder,
-        seed=spec.seed,
-        label=spec.label,
-        run=spec.run_settings,
-        task_options=spec.task_options,
-        algorithm_settings=spec.algorithm_settings,
-    )
-
-
-def _watch(console: Console, group: list[sweeps.Spec], rounds: int) -> RunProgress:
+def _watch(console: Console, group: list[Spec], rounds: int) -> RunProgress:
     """One bar for runs that train together; with one run, its own."""
     labels = " and ".join(dict.fromkeys(spec.label for spec in group))
     label = f"{labels}, seed {group[0].seed}" if len(group) == 1 else f"{labels}, {len(group)} runs"

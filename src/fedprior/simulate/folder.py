@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-
 from fedprior.errors import RunError
-from fedprior.simulate.checkpoint import write_atomically
+from fedprior.storage import to_bytes, write_atomically
 from fedprior.trees import Params
 
 Record = dict[str, Any]
@@ -31,16 +29,19 @@ class RunFolder:
         self.partition = path / "partition.json"
         self.diverged = path / "diverged.txt"
 
-    def check_unused(self) -> None:
-        """Refuse a folder that holds anything."""
+    def used(self) -> bool:
+        """Whether there is anything here."""
         try:
             # A crash while the folder was made may have left half a config, which is nothing yet.
-            used = self.path.exists() and (
+            return self.path.exists() and (
                 not self.path.is_dir() or any(entry.suffix != ".part" for entry in self.path.iterdir())
             )
         except OSError as error:
             raise RunError(f"cannot use {self.path}: {error.strerror}") from error
-        if used:
+
+    def check_unused(self) -> None:
+        """Refuse a folder that holds anything."""
+        if self.used():
             hint = f"continue it with `fedprior resume {self.path}`, or choose" if self.config.exists() else "choose"
             raise RunError(f"{self.path} exists; {hint} another folder (--out)")
 
@@ -118,8 +119,7 @@ class RunFolder:
 
     def finish(self, summary: Record, model: Params) -> None:
         """The end of a run."""
-        plain = {name: value.detach().cpu().contiguous().clone() for name, value in model.items()}
-        write_atomically(self.model, safetensors.torch.save(plain))
+        write_atomically(self.model, to_bytes(model))
         write_atomically(self.summary, (json.dumps(without_nan(summary), indent=2) + "\n").encode())
 
 
