@@ -156,10 +156,53 @@ def test_table_only_needs_records_but_neither_weights_nor_the_task(reproduce, tm
     assert {name: (tmp_path / "results" / name).read_text() for name in before} == before
 
 
-def test_table_only_of_nothing_is_an_empty_table(reproduce, tmp_path, quick):
-    code, out, _ = reproduce("--table-only", "--out", "nowhere")
+def test_table_only_of_nothing_is_refused_and_writes_nothing(reproduce, tmp_path, quick):
+    (tmp_path / "empty").mkdir()
+    for folder in ("nowhere", "empty"):
+        code, _, err = reproduce("--table-only", "--out", folder)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{folder} has no run of tiny" in err
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_a_copy_of_a_run_is_no_other_seed(reproduce, tmp_path, quick):
+    reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
+    shutil.copytree(tmp_path / "mine" / "avg", tmp_path / "mine" / "avg-backup")
+    code, out, _ = reproduce("--table-only", "--out", "mine")
     assert code == 0
-    assert "no finished runs" in out
+    assert "mine/avg-backup/seed-0: not mine/LABEL/seed-N" in " ".join(out.split())
+    (row,) = [row for row in csv.DictReader(io.StringIO((tmp_path / "mine" / "table.csv").read_text())) if row["gib"]]
+    assert row["seeds"] == "1"
+
+
+def test_runs_of_any_seed_are_held_against_the_experiment(reproduce, tmp_path, quick):
+    code, out, _ = reproduce("--seeds", "7,", "--methods", "avg", "--set", "size=7", "--out", "mine")
+    assert code == 0
+    assert "- with size=7" in out
+    _, out, _ = reproduce("--table-only", "--out", "mine")
+    assert "- avg, seed 7: size = 7, not 6" in out
+
+
+def test_a_table_shows_what_the_folder_has_beside_the_chosen_methods(reproduce, tmp_path, quick):
+    reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
+    reproduce("--seeds", 1, "--methods", "sparse", "--out", "mine")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "mine" / "table.csv").read_text())))
+    assert [row["label"] for row in rows if row["gib"]] == ["avg", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--set", "lambda0=0.5"), "lambda0=0.001 is what makes sparse; leave sparse out"),
+        (("--seeds", "20240101"), "would be 20,240,101 seeds; for that one seed write --seeds 20240101,"),
+        (("--device", "tpu9"), "device 'tpu9' is not available"),
+    ],
+)
+def test_what_was_not_meant_is_refused_before_anything_is_made(reproduce, tmp_path, arguments, words):
+    code, _, err = reproduce(*arguments, "--out", "mine")
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_reader_should_know_is_said(reproduce, tmp_path, quick):
@@ -183,7 +226,7 @@ def test_what_a_reader_should_know_is_said(reproduce, tmp_path, quick):
     [
         (("--rounds", "5"), "rounds = 2, not 5"),
         (("--set", "size=7"), "size = 6, not 7"),
-        (("--set", "lambda0=0.5"), "lambda0 = 0.001, not 0.5"),
+        (("--set", "temperature=0.5"), "temperature = 0.001, not 0.5"),
         (("--set", "batch_size=3"), "batch_size = 4, not 3"),
     ],
 )

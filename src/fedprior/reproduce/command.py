@@ -10,9 +10,11 @@ from fedprior.report.figures import NoMatplotlibError
 from fedprior.report.page import write_page
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import experiment as named_experiment
-from fedprior.reproduce.plan import plan
-from fedprior.reproduce.results import Results, read_results
+from fedprior.reproduce.plan import check_names, plan
+from fedprior.reproduce.results import Results, read_results, shown_in
 from fedprior.reproduce.training import train
+from fedprior.runs import run_settings
+from fedprior.simulate import ranks
 from fedprior.specs import missing
 
 
@@ -28,16 +30,23 @@ def reproduce(
 ) -> Results:
     """One folder a run, OUT/LABEL/seed-N; finished runs are kept, half-finished ones go on.
 
-    With `table_only` nothing is trained and no data is needed: table and figures come from the records in the folder.
+    With `table_only` nothing is trained and no data is needed: table and figures come from the records in the folder,
+    whatever their seeds. Beside the chosen methods they show those that the folder has records of.
     """
     experiment = named_experiment(name).chosen(methods)
+    check_names(experiment, given)
     specs = plan(experiment, seeds, out, given)
     if not table_only:
+        for spec in specs[:1]:
+            run_settings(spec.run).resolved_device()  # refused before the data is looked for
         left = missing(specs)
         if len(left) < len(specs):
             console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)
         train(left, console)
-    results = read_results(experiment, out, specs)
+    results = read_results(named_experiment(name).chosen(methods, shown_in(out)), out, given)
+    experiment = results.experiment
+    if not ranks.first():
+        return results
     console.print(table.terminal(results.title, experiment, results.groups))
     for note in results.notes:
         console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)

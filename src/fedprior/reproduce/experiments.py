@@ -4,7 +4,7 @@ A method's settings may be those of the run, the task or the algorithm, as with 
 task's default, which are the paper's: docs/tasks.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,8 +58,8 @@ class Experiment:
     pruning: tuple[str, str] | None = None
     """The labels with and without server pruning; the latter is in the paper's figure but not in its table."""
 
-    def chosen(self, labels: Sequence[str] | None) -> "Experiment":
-        """The same with only these methods, in this experiment's order; all if none are named."""
+    def chosen(self, labels: Sequence[str] | None, besides: Collection[str] = ()) -> "Experiment":
+        """The same with only these methods, in this experiment's order, and `besides`; all if none are named."""
         known = [method.label for method in self.methods]
         for label in labels or ():
             if label not in known:
@@ -68,7 +68,7 @@ class Experiment:
             return self
         if not labels:
             raise SettingError(f"--methods names no method; there are {', '.join(known)}")
-        return replace(self, methods=tuple(method for method in self.methods if method.label in labels))
+        return replace(self, methods=tuple(one for one in self.methods if one.label in {*labels, *besides}))
 
 
 LEVELS = {"low": 5e-7, "mid": 5e-6, "high": 5e-5}

@@ -9,6 +9,9 @@ from fedprior.reproduce.experiments import Experiment
 from fedprior.runs import sort_settings
 from fedprior.specs import Spec
 
+MOST_SEEDS = 1000
+"""More than anybody wants: a seed is meant."""
+
 
 def plan(experiment: Experiment, seeds: Sequence[int], out: Path, given: Mapping[str, Any]) -> list[Spec]:
     """Every run of the experiment, seed by seed, so that a first whole table is there early.
@@ -41,12 +44,24 @@ def plan(experiment: Experiment, seeds: Sequence[int], out: Path, given: Mapping
     return specs
 
 
+def check_names(experiment: Experiment, given: Mapping[str, Any]) -> None:
+    """Refuse settings that make a method what its name says: the table would call by that name what is not it."""
+    for method in experiment.methods:
+        for key in given.keys() & method.settings.keys():
+            raise SettingError(
+                f"{key}={method.settings[key]} is what makes {method.label}; leave {method.label} out (--methods), or "
+                f"make a run of your own: fedprior run {experiment.task} --set {key}={given[key]}"
+            )
+
+
 def read_seeds(text: str) -> list[int]:
     """`3` is the seeds 0, 1 and 2; `0,1,5` are those.
 
     >>> read_seeds("3"), read_seeds("0,1,5"), read_seeds("7,")
     ([0, 1, 2], [0, 1, 5], [7])
     """
+    if text.strip().isdigit() and int(text) > MOST_SEEDS:
+        raise SettingError(f"--seeds {text} would be {int(text):,} seeds; for that one seed write --seeds {text},")
     try:
         seeds = [int(part) for part in text.split(",") if part.strip()] if "," in text else list(range(int(text)))
     except ValueError:

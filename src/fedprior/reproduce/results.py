@@ -1,14 +1,18 @@
 """What an experiment's folder shows: the finished runs by method, what is wrong with the others, table and figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from fedprior.errors import RunError
 from fedprior.report import figures
 from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import Experiment
-from fedprior.specs import Spec, differences
+from fedprior.reproduce.plan import plan
+from fedprior.settings import HERE_ONLY
+from fedprior.specs import differences
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Results:
         compared = [g for g in self.groups if g.label not in with_and_without[1:]]
         pruned = [g for g in self.groups if g.label in with_and_without]
         sparse = [g for g in compared if g.final("sparsity").mean > 0]
-        gated = [g for g in compared if len(g.curve("tv_mean").x)]
+        # Gates that the server decides are the clients' too: nothing to see.
+        gated = [g for g in compared if g.curve("tv_max").mean.any()]
         drawn = {}
         if compared:
             drawn["accuracy-gib"] = figures.accuracy_against_bytes(compared, names)
@@ -76,25 +81,41 @@ class Results:
         return [path for name, figure in drawn.items() for path in figures.save(figure, self.out / "figures", name)]
 
 
-def read_results(experiment: Experiment, out: Path, specs: Sequence[Spec] = ()) -> Results:
-    """Read the folder; needs neither data nor a GPU. Runs are held against the specs of the same label and seed."""
+def shown_in(out: Path) -> set[str]:
+    """The labels that a folder has records of."""
+    return {run.label for run in find_runs(out).runs}
+
+
+def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = MappingProxyType({})) -> Results:
+    """Read the folder; needs neither data nor a GPU. Runs are held against the experiment with the `given` settings."""
     found = find_runs(out)
     order = {method.label: number for number, method in enumerate(experiment.methods)}
     mine = [run for run in found.runs if run.task == experiment.task and run.label in order]
+    if not mine:
+        raise RunError(f"{out} has no run of {experiment.name}: make some, or say where they are (--out)")
     notes = [f"{broken.path}: {broken.reason}" for broken in found.broken]
+    specs = plan(experiment, sorted({run.seed for run in mine}), out, given)
     expected = {(spec.label, spec.seed): spec for spec in specs}
+    elsewhere = {run.path for run in mine if run.path != expected[run.label, run.seed].out}
+    notes += [f"{path}: not {out}/LABEL/seed-N, where runs are kept; not in the table" for path in sorted(elsewhere)]
+    mine = [run for run in mine if run.path not in elsewhere]
     for run in mine:
         name = f"{run.label}, seed {run.seed}"
         if not run.finished:
             state = run.trouble or f"unfinished, {len(run.rounds):,} of {run.planned:,} rounds"
             notes.append(f"{name}: {state}; not in the table")
-        elif (run.label, run.seed) in expected:
-            other = differences(run.config, expected[run.label, run.seed].config())
-            notes += [f"{name}: {key} = {was}, not {now}" for key, was, now in other]
+            continue
+        other = differences(run.config, expected[run.label, run.seed].config())
+        notes += [f"{name}: {key} = {was}, not {now}" for key, was, now in other]
     groups = sorted(group_runs(run for run in mine if run.finished), key=lambda group: order[group.label])
     notes += [f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed]
-    notes += _partitions(mine)
+    notes += _partitions(mine) + _changed(given)
     return Results(experiment, out, groups, notes)
+
+
+def _changed(given: Mapping[str, str]) -> list[str]:
+    """What was asked for that is not the experiment's; rounds are in the title."""
+    return [f"with {key}={value}" for key, value in given.items() if key not in HERE_ONLY | {"rounds"}]
 
 
 def _partitions(runs: Sequence[Run]) -> list[str]:
