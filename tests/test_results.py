@@ -126,3 +126,14 @@ def test_femnist_mid_is_within_a_point_of_fedavg_with_half_of_its_bytes():
     for kind in ("global_accuracy", "local_accuracy"):
         assert percent(found["fedsparse-mid"], kind) >= percent(found["fedavg"], kind) - 1
     assert found["fedsparse-mid"].final("gib").mean <= 0.55 * found["fedavg"].final("gib").mean
+
+
+def test_scaffold_is_better_globally_and_worse_locally_and_fedsparse_keeps_that_with_fewer_bytes():
+    found = groups("scaffold")
+    for label in ("scaffold", "asked+scaffold", "fedsparse+scaffold"):
+        assert percent(found[label], "global_accuracy") > percent(found["fedavg"], "global_accuracy")
+        assert percent(found[label], "local_accuracy") < percent(found["fedavg"], "local_accuracy")
+    assert found["asked+scaffold"].final("gib").mean < found["scaffold"].final("gib").mean
+    # All rows are comparable: the weights' M-step is the mean.
+    servers = {run.config["algorithm"]["server_optimiser"] for group in found.values() for run in group.runs}
+    assert servers == {"none", "SGD(lr=1.0)"}

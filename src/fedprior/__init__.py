@@ -13,6 +13,7 @@ from fedprior.em import Algorithm
 from fedprior.errors import DataError, DivergedError, FedpriorError, ModelError, RunError, SettingError, WireError
 from fedprior.network import Network
 from fedprior.optimisers import Optimiser
+from fedprior.priors import Prior
 from fedprior.runs import resume, run
 from fedprior.simulate import Result
 from fedprior.tasks import TASKS, Task, own_task, task
@@ -29,6 +30,7 @@ __all__ = [
     "ModelError",
     "Network",
     "Optimiser",
+    "Prior",
     "Result",
     "RunError",
     "SettingError",

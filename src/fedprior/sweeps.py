@@ -70,7 +70,7 @@ def _build(spec: Spec, tasks: dict[str, Task]) -> Parts:
     given = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
     algorithm = named_algorithm(spec.algorithm, task.network, **given)
     settings = runs.run_settings({**task.defaults, **spec.run, "seed": spec.seed}, task)
-    check_cohort(settings, task.data)
+    check_cohort(settings, task.data.clients)
     return task, algorithm, settings
 
 

@@ -19,6 +19,7 @@ from fedprior.network import Loss, Network, cross_entropy
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import Settings
 from fedprior.simulate.batches import Schedule
+from fedprior.simulate.run import check_cohort
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
@@ -47,10 +48,7 @@ class Job:
     def __post_init__(self) -> None:
         check_trainable(self.network.module)
         object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
-        if self.settings.clients_per_round > self.clients:
-            raise SettingError(
-                f"clients_per_round is {self.settings.clients_per_round}, but there are only {self.clients} clients"
-            )
+        check_cohort(self.settings, self.clients)
 
     @property
     def schedule(self) -> Schedule:

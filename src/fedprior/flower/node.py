@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fedprior import keys, trees, wire
 from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
@@ -75,9 +72,9 @@ class Node:
         """The E-step: exactly what the simulator does for this client in this round."""
         algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
         received = wire.restore(wire.decode(order.packet, self.down, order.number, device), self.down)
-        packet = trees.tree_map(_channels_last, received)
+        packet = trees.tree_map(trees.channels_last, received)
         memory = Memory(self.folder, order.run, self.client, algorithm.correction.remember(self.network.params()))
-        remembered = trees.tree_map(_channels_last, memory.recall(order.accepted))
+        remembered = trees.tree_map(trees.channels_last, memory.recall(order.accepted))
         key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
         batches = ClientBatches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
         step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up)
@@ -103,8 +100,3 @@ class Node:
         # Last: what is remembered must be what was sent.
         memory.keep(order.number, step.memory)
         return Answer(upload, {**metrics, "forgot": int(memory.lost)})
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    """The layout in which CPU convolutions are fastest, as in the simulator, whose bits these should be."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

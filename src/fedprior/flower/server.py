@@ -14,7 +14,7 @@ from fedprior.flower.job import Job
 from fedprior.keys import Purpose
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
-from fedprior.simulate.server import Record, evaluate, final_model, floored, update
+from fedprior.simulate.server import Record, evaluate, final_model, floored, totals, update
 from fedprior.trees import Tree
 from fedprior.version import __version__
 from fedprior.workers import Workers
@@ -163,18 +163,11 @@ class Server:
 
     def summary(self, records: list[Record]) -> Record:
         """Totals and final values, as the simulator's, and how many replies were refused or missing."""
-        prior, last = self.job.algorithm.prior, records[-1]
-        server, name = prior.prune(self.state), self.job.algorithm.name
+        name = self.job.algorithm.name
         return {
             "engine": "flower",
             **{"task": self.job.task, "algorithm": name, "label": name, "seed": self.job.settings.seed},
-            "rounds": len(records),
-            **{key: last.get(key) for key in ("global_accuracy", "local_accuracy")},
-            "bytes_up": sum(record["bytes_up"] for record in records),
-            "bytes_down": sum(record["bytes_down"] for record in records),
-            "sparsity": last.get("sparsity"),
-            "parameters": trees.count(self.job.algorithm.predict(server)),
-            "effective_parameters": prior.effective_parameters(server),
+            **totals(self.job.algorithm, self.state, records),
             "faults": sum(len(record.get("faults", ())) for record in records),
             "seconds": round(self.seconds, 3),
             "device": self.root.device.type,

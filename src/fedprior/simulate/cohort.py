@@ -3,7 +3,6 @@
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedprior import keys, trees
@@ -62,7 +61,7 @@ def in_turn(
         client = cohort.clients[position]
         client_key = keys.fold(key, client)
         batches = ClientBatches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
-        packet, memory = trees.tree_map(_channels_last, trees.row((cohort.packets, cohort.memory), position))
+        packet, memory = trees.tree_map(trees.channels_last, trees.row((cohort.packets, cohort.memory), position))
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper, uplink=cohort.uplink)
         rows = data.test[client]
@@ -73,8 +72,3 @@ def in_turn(
 
     workers.map(train, range(len(places)))
     return CohortResult(*ranks.gather(stacked.rows, len(cohort.clients)))
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    """The layout in which CPU convolutions are fastest; the numbers stay where they are."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

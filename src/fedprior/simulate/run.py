@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedprior import trees
 from fedprior.data import FederatedData
 from fedprior.data.images import Scale
 from fedprior.em import Algorithm
@@ -23,7 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.simulate.engine import MODES, engine, mode_of
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
-from fedprior.simulate.server import final_model
+from fedprior.simulate.server import final_model, totals
 from fedprior.version import __version__
 from fedprior.wire import Wire
 
@@ -128,20 +127,18 @@ class Result:
     """How images became inputs, for a task on images."""
 
 
-def check_cohort(settings: Settings, data: FederatedData) -> None:
-    """Refuse cohorts that are larger than the population."""
-    if settings.clients_per_round > data.clients:
-        raise SettingError(
-            f"clients_per_round is {settings.clients_per_round}, but there are only {data.clients} clients"
-        )
-    if settings.attackers and not round(settings.attackers * data.clients):
-        raise SettingError(f"attackers={settings.attackers} of {data.clients} clients is nobody: give a larger share")
+def check_cohort(settings: Settings, clients: int) -> None:
+    """Refuse cohorts that are larger than the population, and attackers that are none."""
+    if settings.clients_per_round > clients:
+        raise SettingError(f"clients_per_round is {settings.clients_per_round}, but there are only {clients} clients")
+    if settings.attackers and not round(settings.attackers * clients):
+        raise SettingError(f"attackers={settings.attackers} of {clients} clients is nobody: give a larger share")
 
 
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
-    check_cohort(settings, data)
+    check_cohort(settings, data.clients)
     device = settings.resolved_device()
     schedule = Schedule(settings.batch_size, settings.epochs, settings.local_steps)
     built = simulation(
@@ -252,20 +249,12 @@ def _due(settings: Settings, number: int, saved: float) -> bool:
 
 def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:
     """Totals and final values."""
-    # A run that is resumed with fewer rounds than it has may have ended on one that was not evaluated.
-    last, prior = records[-1] if "sparsity" in records[-1] else sim.evaluate(), sim.algorithm.prior
-    server = prior.prune(sim.server)
+    if "sparsity" not in records[-1]:  # a run that is resumed with fewer rounds than it has may end on any
+        records = [*records[:-1], {**records[-1], **sim.evaluate()}]
     device = sim.root.device
     return {
         **about,
-        "rounds": len(records),
-        "global_accuracy": last["global_accuracy"],
-        "local_accuracy": last["local_accuracy"],
-        "bytes_up": sum(record["bytes_up"] for record in records),
-        "bytes_down": sum(record["bytes_down"] for record in records),
-        "sparsity": last["sparsity"],
-        "parameters": trees.count(sim.algorithm.predict(server)),
-        "effective_parameters": prior.effective_parameters(server),
+        **totals(sim.algorithm, sim.server, records),
         "seconds": round(sim.seconds, 3),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "version": __version__,

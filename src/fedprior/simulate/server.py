@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,21 @@ def evaluate(
         "local_accuracy": local_accuracy(accuracy),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
+    }
+
+
+def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
+    """What a summary says of all rounds together and of the last one."""
+    server, last = algorithm.prior.prune(state), records[-1]
+    return {
+        "rounds": len(records),
+        "global_accuracy": last.get("global_accuracy"),
+        "local_accuracy": last.get("local_accuracy"),
+        "bytes_up": sum(record["bytes_up"] for record in records),
+        "bytes_down": sum(record["bytes_down"] for record in records),
+        "sparsity": last.get("sparsity"),
+        "parameters": trees.count(algorithm.predict(server)),
+        "effective_parameters": algorithm.prior.effective_parameters(server),
     }
 
 
