@@ -1,6 +1,7 @@
 """The records under results/: the documents show what they say, and what is claimed of them holds."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from fedprior import frontier
 from fedprior.report import pareto
-from fedprior.report.records import Group, find_runs, group_runs
+from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.reproduce import experiment, plan
 from fedprior.reproduce.results import read_results
 from fedprior.specs import differences
@@ -137,3 +138,62 @@ def test_scaffold_is_better_globally_and_worse_locally_and_fedsparse_keeps_that_
     # All rows are comparable: the weights' M-step is the mean.
     servers = {run.config["algorithm"]["server_optimiser"] for group in found.values() for run in group.runs}
     assert servers == {"none", "SGD(lr=1.0)"}
+
+
+GATES = {
+    ("outputs", ()): "filters, neurons",
+    ("outputs", ("conv1",)): "all but conv1",
+    ("outputs", ("conv1", "conv2")): "neurons of fc1 only",
+    ("inputs", ()): "filters, inputs of both linear layers",
+    ("inputs", ("conv1",)): "all but conv1, inputs of fc1",
+    ("inputs", ("conv1", "conv2")): "inputs of fc1 only",
+}
+"""What has gates, as the search's first table calls it."""
+
+
+def late(runs: Sequence[Run], name: str) -> float:
+    """Mean over runs of the last eight evaluations, in percent."""
+    return 100 * float(np.mean([list(run.series(name).values())[-8:] for run in runs]))
+
+
+def gib(runs: Sequence[Run]) -> float:
+    return float(np.mean([run.final("gib") for run in runs]))
+
+
+def rows_of_the_documents_tables() -> set[str]:
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").replace("*", "")
+    return {line for line in text.splitlines() if line.startswith("|")}
+
+
+def test_the_search_by_lambda0_gave_what_the_document_says():
+    rows = rows_of_the_documents_tables()
+    runs = [run for run in find_runs(RESULTS / "search" / "lambda0").runs if run.algorithm == "fedsparse"]
+    assert len(runs) == 27
+    for run in runs:
+        assert (run.seed, run.config["task"]["validation"]) == (10, True)
+        setting = run.config["algorithm"]
+        init = {"default": "default", "glorot": "Glorot"}[run.config["task"]["init"]]
+        gates = GATES[setting["linear_gates"], tuple(setting["ungated"])]
+        strength = f"{setting['lambda0']:.0e}".replace("e-0", "e-")
+        found = [late([run], "global_accuracy"), late([run], "local_accuracy"), gib([run]), 100 * run.final("sparsity")]
+        numbers = " | ".join(f"{value:.1f}" for value in found)
+        assert f"| {init} | {gates} | {setting.get('dense_rounds', 0)} | {strength} | {numbers} |" in rows
+
+
+def test_dropout_of_what_is_kept_gave_what_the_document_says():
+    rows = rows_of_the_documents_tables()
+    made: dict[str, list[Run]] = {}
+    for run in find_runs(RESULTS / "search" / "dropout").runs:
+        made.setdefault(run.path.parent.name, []).append(run)
+    assert len(made) == 13
+    for runs in made.values():
+        assert sorted(run.seed for run in runs) == [10, 11]
+        assert all(run.config["task"]["validation"] for run in runs)
+        wire, setting = runs[0].config["run"]["wire"], runs[0].config["algorithm"]
+        size = f"{gib(runs):.2f}" if wire == "int4" else f"{gib(runs):.1f}"
+        local = 100 * float(np.mean([run.final("local_accuracy") for run in runs]))
+        numbers = f"{late(runs, 'global_accuracy'):.1f} | {local:.1f} | {size}"
+        if runs[0].algorithm == "fedavg":
+            assert f"| (FedAvg) | {wire} | | | {numbers} |" in rows
+        else:
+            assert f"| {setting['sparsity']:g} | {wire} | 0 | {setting['dropout']:g} | {numbers} |" in rows
