@@ -11,9 +11,6 @@ from typing import Any
 from fedprior.errors import SettingError
 from fedprior.optimisers import Optimiser
 
-HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
-"""Settings that say where and how a run is computed, not what."""
-
 
 @dataclass(frozen=True)
 class Option:

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.errors import RunError
-from fedprior.report.records import Broken, read_run
+from fedprior.report.records import HERE_ONLY, Broken, read_run
 from fedprior.runs import RUN_OPTIONS, run_settings
-from fedprior.settings import HERE_ONLY, plain
+from fedprior.settings import plain
 from fedprior.simulate.folder import RunFolder
 from fedprior.tasks import TASKS, task_options
 

@@ -181,9 +181,9 @@ def _legend(figure: "Figure", axes: "Axes") -> None:
             loc="outside upper center",
             ncols=columns,
             frameon=False,
-            handlelength=3.2,
+            handlelength=2.5,
             handletextpad=0.5,
-            columnspacing=1.2,
+            columnspacing=1.0,
         )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fedprior.settings import HERE_ONLY
-
+HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
+"""Settings that say where and how a run is computed, not what."""
 GIB = 2**30
 FILES = ("config.toml", "rounds.jsonl", "summary.json")
 NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")

@@ -7,11 +7,10 @@ from types import MappingProxyType
 
 from fedprior.errors import RunError
 from fedprior.report import figures
-from fedprior.report.records import Group, Run, find_runs, group_runs
+from fedprior.report.records import HERE_ONLY, Group, Run, find_runs, group_runs
 from fedprior.reproduce import table
 from fedprior.reproduce.experiments import Experiment
 from fedprior.reproduce.plan import plan
-from fedprior.settings import HERE_ONLY
 from fedprior.specs import differences
 
 
