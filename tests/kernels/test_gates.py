@@ -11,7 +11,7 @@ import fedprior
 from fedprior import keys
 from fedprior.kernels import concrete, gates
 from fedprior.models import LeNet5, ResNet20
-from fedprior.priors import spike_slab
+from fedprior.priors import thresholds
 
 LAYERS = (gates.Gated(5, 2), gates.Gated(3, 1), gates.Gated(4, 3), gates.Gated(2, 1))
 SHAPES = [(5, 3, 2, 2), (5,), (3, 1500), (4, 7), (4,), (4,), (2,)]
@@ -87,12 +87,12 @@ def test_logits_and_their_gradient_are_the_priors(device, each, masked):
     v[:, :4], v[:, 4:8] = -100.0, 30.0
     is_open = (torch.rand(3, 300, generator=draw) < 0.7).to(device)
     temperature = torch.tensor([0.3, 0.4, 0.5], device=device)
-    edges = concrete.Edges(-50.0, spike_slab.OPEN, spike_slab.CLOSED)
+    edges = concrete.Edges(-50.0, thresholds.OPEN, thresholds.CLOSED)
 
     def plain(norms, v, is_open, t):
         logits = (norms - torch.nn.functional.softplus(v)) / t
-        logits = torch.where(v < -50.0, spike_slab.OPEN, logits)
-        logits = torch.where(is_open, logits, spike_slab.CLOSED) if masked else logits
+        logits = torch.where(v < -50.0, thresholds.OPEN, logits)
+        logits = torch.where(is_open, logits, thresholds.CLOSED) if masked else logits
         return logits, logits.sigmoid()
 
     def ours(norms, v, is_open, t):
@@ -115,11 +115,11 @@ def test_logits_and_their_gradient_are_the_priors(device, each, masked):
 def test_draws_and_their_gradient_are_the_priors(device, monkeypatch):
     monkeypatch.setattr("fedprior.kernels.available", lambda: False)
     logits = (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(3))).to(device)
-    logits[:, :5] = spike_slab.CLOSED
+    logits[:, :5] = thresholds.CLOSED
     each = keys.fold(keys.key(0, device), torch.arange(3, device=device))
     direction = torch.randn_like(logits)
-    plain = lambda logit, key: spike_slab.hard_concrete(logit, keys.uniform(key, (700,)))  # noqa: E731
-    ours = lambda logit, key: concrete.hard_concrete(logit, key, spike_slab.STRETCH)  # noqa: E731
+    plain = lambda logit, key: thresholds.hard_concrete(logit, keys.uniform(key, (700,)))  # noqa: E731
+    ours = lambda logit, key: concrete.hard_concrete(logit, key, thresholds.STRETCH)  # noqa: E731
     drawn = vmap(ours)(logits, each)
     close(drawn, vmap(plain)(logits, each))
     assert {0.0, 1.0} <= set(drawn.flatten().tolist())

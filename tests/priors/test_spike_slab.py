@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprior import keys
 from fedprior.models import LeNet5
 from fedprior.priors import SpikeSlab
-from fedprior.priors.spike_slab import hard_concrete
+from fedprior.priors.thresholds import hard_concrete
 from fedprior.trees import Params, Tree, stack
 from fedprior.units import UnitGating, WeightGating, find_structure
 

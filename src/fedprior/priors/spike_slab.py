@@ -25,19 +25,18 @@ from fedprior.kernels import concrete
 from fedprior.priors.base import Explain, Term
 from fedprior.priors.gated import Gated, gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
+from fedprior.priors.thresholds import (
+    CLOSED,
+    NO_THRESHOLD,
+    STRETCH,
+    hard_concrete,
+    logits_and_gates,
+    thresholds_for,
+    without_threshold,
+)
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 from fedprior.wire import Layout
-
-# The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
-BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
-STRETCH = concrete.Stretch(BETA, GAMMA, ZETA, math.log(-GAMMA / ZETA))
-SMALLEST = 1e-8
-"""The smallest threshold."""
-CLOSED = -1e9
-"""The logit of a gate that the server has closed for good: of probability zero, and less likely than any other."""
-NO_THRESHOLD, OPEN = -100.0, 100.0
-"""v of a gate in the dense rounds, and its logit then: of probability one in any precision, however small its norm."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +120,11 @@ class SpikeSlab(Gated):
         """Logits and probabilities of all gates."""
         norms = self.gating.detached_norms(state["weights"]) if norms is None else norms
         v = self.gating.join(state["thresholds"])
-        # Half way: an optimiser with weight decay moves v a little.
-        edge = NO_THRESHOLD / 2 if self.dense_rounds > 0 else -math.inf
-        if kernels.usable(v):
-            edges = concrete.Edges(edge, OPEN, CLOSED)
-            return concrete.logits_and_gates(norms, v, is_open, self.temperature, edges)
-        logits = (norms - F.softplus(v)) / self.temperature
-        if self.dense_rounds > 0:
-            logits = torch.where(v < edge, OPEN, logits)
-        logits = logits if is_open is None else torch.where(is_open, logits, CLOSED)
-        return logits, logits.sigmoid()
+        return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0)
 
     def _thresholds(self, norms: Tensor, logits: Tensor | float) -> Tensor:
-        """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
-        return _inverse_softplus((norms - self.temperature * logits).clamp(min=SMALLEST))
+        """v such that the gates have these logits."""
+        return thresholds_for(norms, logits, self.temperature)
 
     # ------------------------------------------------------------------ the server
     @property
@@ -235,7 +225,7 @@ class SpikeSlab(Gated):
         z = torch.func.vmap(self.gating.join)(uploads["gates"]).mean(0)
         thresholds = (z - self._logits(server, None)[1]) * v.sigmoid() / self.temperature
         if self.dense_rounds > 0:
-            thresholds = torch.where(v < NO_THRESHOLD / 2, 0.0, thresholds)
+            thresholds = torch.where(without_threshold(v), 0.0, thresholds)
         return {"weights": weights, "thresholds": self.gating.part(thresholds)}
 
     def predict(self, server: Tree) -> Params:
@@ -293,7 +283,7 @@ class SpikeSlab(Gated):
         """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
         v = self.gating.join(packet["thresholds"])
         moved = self._thresholds(self.gating.detached_norms(weights), self.joint_logits(packet))
-        moves = (self.gating.join(packet["gates"]) > 0) & (v > NO_THRESHOLD / 2)
+        moves = (self.gating.join(packet["gates"]) > 0) & ~without_threshold(v)
         return {"thresholds": self.gating.part(torch.where(moves, moved, v))}
 
     # ------------------------------------------------------------------ what the records say
@@ -302,14 +292,3 @@ class SpikeSlab(Gated):
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(self.open_gates(server)[0]))
-
-
-def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
-    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
-    noise = u.logit() / BETA + STRETCH.shift
-    s = torch.add(noise, logit, alpha=1 / BETA).sigmoid()
-    return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
-
-
-def _inverse_softplus(x: Tensor) -> Tensor:
-    return x + (-(-x).expm1()).log()
