@@ -140,6 +140,17 @@ def test_scaffold_is_better_globally_and_worse_locally_and_fedsparse_keeps_that_
     assert servers == {"none", "SGD(lr=1.0)"}
 
 
+@pytest.mark.parametrize(("name", "title"), [("cifar10", "CIFAR10"), ("cifar100", "CIFAR100"), ("femnist", "FEMNIST")])
+def test_the_readmes_table_is_of_the_records_and_of_the_paper(name, title):
+    (row,) = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if f"| {title}, " in line]
+    found = groups(name)
+    ours = [f"{percent(found[x], 'global_accuracy'):.1f}%, {found[x].final('gib').mean:.1f}" for x in README_METHODS]
+    paper = {method.label: method.paper for method in experiment(name).methods}
+    theirs = [f"{paper[x].global_accuracy.mean}%, {paper[x].gib.mean}" for x in README_METHODS]
+    assert row.split(" | ")[1:] == [*ours, *theirs[:-1], f"{theirs[-1]} |"]
+
+
+README_METHODS = ("fedavg", "fedsparse-mid")
 GATES = {
     ("outputs", ()): "filters, neurons",
     ("outputs", ("conv1",)): "all but conv1",
