@@ -24,6 +24,9 @@ def repeat_command(run: Run) -> str:
     config = run.config
     if run.task not in TASKS or run.algorithm not in ALGORITHMS:
         return f"fedprior.run(your_task, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
+    if "seed" in config["task"]:  # a command line knows one seed for both
+        task = f"fedprior.task({run.task!r}, {', '.join(f'{key}={value!r}' for key, value in config['task'].items())})"
+        return f"fedprior.run({task}, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
     settings = {
         **_changed(config["run"], {name: option.default for name, option in RUN_OPTIONS.items()}),
         **_changed(config["task"], task_options(run.task, {})),

@@ -97,7 +97,8 @@ def check_data(folder: RunFolder, task: Task) -> str:
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:
         raise RunError(
-            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed"
+            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed "
+            "(pass the task it had, task=…)"
         )
     return partition
 

@@ -15,6 +15,8 @@ from fedprior.tasks import TASKS, task_options
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
+TASKS_SEED = "the task's seed"
+"""Where it is not its run's; the setting that is called seed is the run's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def differences(
             default = plain(known[key]) if key in known else None
             was, now = recorded[table].get(key, default), expected[table].get(key)
             if key not in besides and was != now:
-                found.append((key, was, now))
+                found.append((TASKS_SEED if (table, key) == ("task", "seed") else key, was, now))
     return found
 
 
@@ -77,9 +79,10 @@ def check_same(out: Path, expected: Config, *, whole: bool = False) -> None:
     if not folder.config.exists():
         return
     for key, was, now in differences(folder.read_config(), expected, whole=whole):
-        raise RunError(
-            f"{out} has {key} = {was}, not {now}; delete it, or choose another --out, or ask for {key}={was}"
-        )
+        # Of an experiment's method a setting cannot be asked for, nor of any run what is in its folder's name.
+        askable = whole and key not in ("task", "algorithm", "label", "seed", TASKS_SEED)
+        hint = f", or ask for {key}={was}" if askable else ""
+        raise RunError(f"{out} has {key} = {was}, not {now}; delete it, or choose another --out{hint}")
 
 
 def missing(specs: Sequence[Spec]) -> list[Spec]:
@@ -91,7 +94,7 @@ def missing(specs: Sequence[Spec]) -> list[Spec]:
     for spec in specs:
         found = read_run(spec.out)
         if isinstance(found, Broken) and RunFolder(spec.out).used():
-            raise RunError(f"{spec.out} cannot be continued: it {found.reason}; delete it, or choose another --out")
+            raise RunError(f"{spec.out} cannot be continued: {found.reason}; delete it, or choose another --out")
         check_same(spec.out, spec.config())
         if isinstance(found, Broken) or not found.finished:
             left.append(spec)

@@ -163,6 +163,11 @@ def test_table_only_of_nothing_is_refused_and_writes_nothing(reproduce, tmp_path
         assert (code, err.count("\n")) == (2, 1)
         assert f"{folder} has no run of tiny" in err
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+    reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
+    code, _, err = reproduce("--table-only", "--out", "mine/avg")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "mine/avg has no run of tiny where they are kept" in err
+    assert not (tmp_path / "mine" / "avg" / "table.md").exists()
 
 
 def test_a_copy_of_a_run_is_no_other_seed(reproduce, tmp_path, quick):
@@ -170,7 +175,7 @@ def test_a_copy_of_a_run_is_no_other_seed(reproduce, tmp_path, quick):
     shutil.copytree(tmp_path / "mine" / "avg", tmp_path / "mine" / "avg-backup")
     code, out, _ = reproduce("--table-only", "--out", "mine")
     assert code == 0
-    assert "mine/avg-backup/seed-0: not mine/LABEL/seed-N" in " ".join(out.split())
+    assert "mine/avg-backup/seed-0: it is avg, seed 0, which is kept in mine/avg/seed-0" in " ".join(out.split())
     (row,) = [row for row in csv.DictReader(io.StringIO((tmp_path / "mine" / "table.csv").read_text())) if row["gib"]]
     assert row["seeds"] == "1"
 

@@ -106,7 +106,7 @@ def _check(arrays: Arrays, source: Source, where: str) -> None:
     shapes = set()
     for split in OURS[: len(source.splits)]:
         images = arrays[f"{split}_image"]
-        shape = images.shape[1:]
+        shape = images.shape[1:] if images.shape[3:] != (1,) else images.shape[1:3]
         shapes.add(shape)
         if images.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)):
             raise DataError(

@@ -210,7 +210,10 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
     own = [label for label, name in known.items() if name.variant_of not in known]
     looks = {}
     for label, name in known.items():
-        i = own.index(label if label in own else name.variant_of)
+        base = label
+        while base not in own:
+            base = known[base].variant_of
+        i = own.index(base)
         # Beyond the last colour they begin anew, with other dashes.
         dashes = DASHES[(i + 6 * (i // 8)) % 8] if label in own else VARIANT
         looks[label] = {"color": COLOURS[i % 8], "linestyle": dashes, "label": name.text}

@@ -159,13 +159,15 @@ class Group:
     @cached_property
     def mixed(self) -> list[str]:
         """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
-        ignored = {"seed", *HERE_ONLY}
-        seen: dict[str, set[str]] = {}
+        seen: dict[tuple[str, str], set[str]] = {}
         for run in self.runs:
             for table in ("run", "task", "algorithm"):
                 for key, value in run.config[table].items():
-                    seen.setdefault(key, set()).add(repr(value))
-        return sorted(key for key, values in seen.items() if len(values) > 1 and key not in ignored)
+                    seen.setdefault((table, key), set()).add(repr(value))
+            # Said only where it is not the run's.
+            seen.setdefault(("task", "seed"), set()).add(repr(run.config["task"].get("seed")))
+        differ = {place for place, values in seen.items() if len(values) > 1} - {("run", "seed")}
+        return sorted({key for _, key in differ} - HERE_ONLY)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

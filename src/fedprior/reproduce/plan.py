@@ -50,7 +50,8 @@ def check_names(experiment: Experiment, given: Mapping[str, Any]) -> None:
         for key in given.keys() & method.settings.keys():
             raise SettingError(
                 f"{key}={method.settings[key]} is what makes {method.label}; leave {method.label} out (--methods), or "
-                f"make a run of your own: fedprior run {experiment.task} --set {key}={given[key]}"
+                f"make a run of your own: fedprior run {experiment.task} --algorithm {method.algorithm} "
+                f"--set {key}={given[key]}"
             )
 
 

@@ -96,8 +96,15 @@ def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = M
     specs = plan(experiment, sorted({run.seed for run in mine}), out, given)
     expected = {(spec.label, spec.seed): spec for spec in specs}
     elsewhere = {run.path for run in mine if run.path != expected[run.label, run.seed].out}
-    notes += [f"{path}: not {out}/LABEL/seed-N, where runs are kept; not in the table" for path in sorted(elsewhere)]
+    notes += [
+        f"{run.path}: it is {run.label}, seed {run.seed}, which is kept in {expected[run.label, run.seed].out}; "
+        "not in the table"
+        for run in mine
+        if run.path in elsewhere
+    ]
     mine = [run for run in mine if run.path not in elsewhere]
+    if not mine:
+        raise RunError(f"{out} has no run of {experiment.name} where they are kept, {out}/LABEL/seed-N")
     for run in mine:
         name = f"{run.label}, seed {run.seed}"
         if not run.finished:

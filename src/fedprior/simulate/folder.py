@@ -70,6 +70,11 @@ class RunFolder:
             config["run"] |= {"messages": config["run"]["wire"], "wire": "float32"}
         return config
 
+    def reopen(self) -> None:
+        """Forget how the run ended before: it has more rounds now, or diverged with other settings."""
+        for path in (self.summary, self.diverged):
+            path.unlink(missing_ok=True)
+
     def append(self, record: Record) -> None:
         """One line a round."""
         with self.rounds.open("a", encoding="utf-8") as file:

@@ -90,10 +90,8 @@ class Settings:
             raise SettingError(f"attack must be none, {', '.join(ATTACKS)}, got {self.attack!r}")
         if not 0 <= self.attackers < 1:
             raise SettingError(f"attackers must be at least 0 and below 1, got {self.attackers}")
-        if (self.attack == "none") != (self.attackers == 0):
-            raise SettingError(
-                f"attack={self.attack} and attackers={self.attackers} go together: say what, and what share of clients"
-            )
+        if self.attack == "none" and self.attackers > 0:
+            raise SettingError(f"attackers={self.attackers} need an attack: {', '.join(ATTACKS)}")
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
 
@@ -210,8 +208,8 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
     mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
     driver = engine([job.simulation for job in jobs], mode)
     for job in jobs:
-        if job.folder:  # it may have diverged with other settings before
-            job.folder.diverged.unlink(missing_ok=True)
+        if job.folder and job.simulation.round < settings.rounds:
+            job.folder.reopen()
     ended: dict[int, DivergedError] = {}
     saved = time.monotonic()
     number = jobs[0].simulation.round
