@@ -176,6 +176,13 @@ def test_arrays_that_are_not_the_sets_are_refused_in_a_line(
         fedprior.task("cifar10", data_dir=str(tmp_path), clients=2)
 
 
+def test_grey_images_may_have_a_channel(tmp_path: Path) -> None:
+    pixels, labels = np.random.RandomState(0).randint(0, 256, (20, 28, 28, 1)).astype(np.uint8), np.arange(20) % 10
+    whole = {"train_image": pixels, "train_label": labels, "test_image": pixels, "test_label": labels}
+    np.savez(tmp_path / "ylecun--mnist.npz", **whole)  # type: ignore[arg-type]
+    assert fedprior.task("mnist-scaffold", data_dir=str(tmp_path), clients=10).data.x.shape == (20, 1, 28, 28)
+
+
 def test_a_data_folder_without_the_set_is_refused_although_the_hubs_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -359,6 +359,17 @@ def test_learning_rates_and_rounds_may_be_changed_in_the_config_before_resuming(
     assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 6
 
 
+def test_a_finished_run_that_goes_on_is_not_finished_until_it_is(small_task, folder):
+    assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 5
+    path = folder / "config.toml"
+    path.write_text(path.read_text().replace("rounds = 5", "rounds = 8"))
+    with pytest.raises(Broken):
+        fedprior.resume(folder, task=small_task(), progress=stop_after(6))
+    assert not read_run(folder).finished
+    assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 8
+    assert read_run(folder).finished
+
+
 def test_fewer_rounds_than_were_trained_end_the_run_where_it_is(small_task, folder):
     path = folder / "config.toml"
     path.write_text(path.read_text().replace("rounds = 5", "rounds = 2"))
