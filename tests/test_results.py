@@ -1,6 +1,7 @@
 """The records under results/: the documents show what they say, and what is claimed of them holds."""
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,50 @@ def test_cifar100_is_above_the_papers_line_of_accuracy_against_bytes():
         assert percent(found[label], "global_accuracy") >= np.interp(found[label].final("gib").mean, *line)
     for label in ("fedsparse-low", "fedsparse-mid", "fedsparse-high"):
         assert percent(found[label], "sparsity") == pytest.approx(rows[label].sparsity.mean, abs=0.5)
+
+
+def said_in_the_document() -> str:
+    """docs/reproduction.md on one line."""
+    return " ".join((ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").split())
+
+
+def test_cifar100s_curves_are_what_the_document_says():
+    curves = {label: group.curve("global_accuracy", "gib") for label, group in groups("cifar100").items()}
+
+    def at(label: str, gib: float) -> str:
+        return f"{100 * np.interp(gib, curves[label].x, curves[label].mean):.1f}%"
+
+    def reaches(label: str, accuracy: float) -> str:
+        return f"{curves[label].x[np.argmax(100 * curves[label].mean >= accuracy)]:.1f}"
+
+    end = {label: curve.x[-1] for label, curve in curves.items()}
+    mid, low, high = "fedsparse-mid", "lambda0-low", "fedsparse-high"
+    text = said_in_the_document()
+    for sentence in (
+        f"with 25 GiB λ₀-mid has {at('lambda0-mid', 25)} and asked-mid {at(mid, 25)}, "
+        f"with 36.9 GiB {at('lambda0-mid', 36.9)} and {at(mid, end['lambda0-mid'])}",
+        f"where they end it has {at('fedavg', end[mid])} against asked-mid's {at(mid, end[mid])}, "
+        f"{at('fedavg', end[high])} against asked-high's {at(high, end[high])} "
+        f"and {at('fedavg', end[low])} against λ₀-low's {at(low, end[low])}",
+        f"its 31.7% with {reaches('fedavg', 31.7)} GiB (FedAvg), {reaches(high, 31.7)} (asked, high) "
+        f"and {reaches('lambda0-mid', 31.7)} (λ₀, mid)",
+    ):
+        assert sentence in text
+
+
+def test_cifar100s_test_images_are_divided_as_the_document_says():
+    """How far a client's test classes are from its training classes, and would be by the chance of few images alone."""
+    counts = json.loads((RESULTS / "cifar100" / "fedavg" / "seed-0" / "partition.json").read_text(encoding="utf-8"))
+    train, test = np.array(counts["train"]), np.array(counts["test"])
+    wanted, found = train / train.sum(1, keepdims=True), test / test.sum(1, keepdims=True)
+    random = np.random.RandomState(0)
+    drawn = np.array([random.multinomial(20, share) for share in wanted]) / 20
+    apart, by_chance = (np.abs(wanted - shares).sum(1).mean() / 2 for shares in (found, drawn))
+    unseen = test[train == 0].sum() / test.sum()
+    text = said_in_the_document()
+    assert f"{100 * unseen:.0f}% of them are of classes that it has no training image of" in text
+    assert f"is {apart:.2f} on average" in text
+    assert f"it would be {by_chance:.2f})" in text
 
 
 def test_femnist_mid_is_within_a_point_of_fedavg_with_half_of_its_bytes():

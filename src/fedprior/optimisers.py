@@ -116,14 +116,14 @@ class Optimiser:
         given = self.build([torch.zeros(1, 1)]).defaults
         momentum = float(given["momentum"]) if self.name == "SGD" else 0.0
         if momentum == 0:
-            return steps * self.lr
+            return steps * float(given["lr"])
         total: Tensor
         if momentum == 1:
             total = steps + (1 - given["dampening"]) * steps * (steps - 1) / 2
         else:
             a = (1 - given["dampening"]) / (1 - momentum)
             total = a * steps + (1 - a) * (1 - momentum**steps) / (1 - momentum)
-        return (steps + momentum * total if given["nesterov"] else total) * self.lr
+        return (steps + momentum * total if given["nesterov"] else total) * float(given["lr"])
 
 
 class TreeOptimiser:

@@ -20,26 +20,36 @@ TUNED = (
 
 
 def repeat_command(run: Run) -> str:
-    """One command line; for a task or algorithm of the user's own, which no command line knows, a line of Python."""
+    """One command line; where no command line can say it, a line of Python.
+
+    That is a task or algorithm of the user's own, and a task of another seed than its run's.
+    """
     config = run.config
     if run.task not in TASKS or run.algorithm not in ALGORITHMS:
         return f"fedprior.run(your_task, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
-    if "seed" in config["task"]:  # a command line knows one seed for both
-        task = f"fedprior.task({run.task!r}, {', '.join(f'{key}={value!r}' for key, value in config['task'].items())})"
-        return f"fedprior.run({task}, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
-    settings = {
-        **_changed(config["run"], {name: option.default for name, option in RUN_OPTIONS.items()}),
-        **_changed(config["task"], task_options(run.task, {})),
-        **_changed(config["algorithm"], algorithm_settings(run.algorithm, {})),
-    }
+    of_run = _changed(config["run"], {name: option.default for name, option in RUN_OPTIONS.items()})
+    of_run = {key: value for key, value in of_run.items() if key not in (*FLAGS, *ABOUT)}
+    of_task = _changed(config["task"], task_options(run.task, {}))
+    of_algorithm = _changed(config["algorithm"], algorithm_settings(run.algorithm, {}))
+    if "seed" in config["task"]:
+        return _in_python(run, of_run, of_task, of_algorithm)
     words = ["fedprior", "run", run.task, "--algorithm", run.algorithm, "--seed", str(run.seed), "--rounds"]
     words.append(str(run.planned))
     if run.label != run.algorithm:
         words += ["--label", run.label]
-    for key, value in settings.items():
-        if key not in (*FLAGS, *ABOUT):
-            words += ["--set", f"{key}={_text(value)}"]
+    for key, value in {**of_run, **of_task, **of_algorithm}.items():
+        words += ["--set", f"{key}={_text(value)}"]
     return shlex.join(words)
+
+
+def _in_python(run: Run, of_run: Mapping[str, Any], of_task: Mapping[str, Any], of_algorithm: Mapping[str, Any]) -> str:
+    def call(function: str, *first: str, **given: Any) -> str:
+        return f"{function}({', '.join([*first, *(f'{key}={value!r}' for key, value in given.items())])})"
+
+    task = call("fedprior.task", repr(run.task), **of_task)
+    algorithm = call("fedprior.algorithm", repr(run.algorithm), "task.network", **of_algorithm)
+    about = {"rounds": run.planned, "seed": run.seed, "label": run.label}
+    return f"task = {task}; {call('fedprior.run', 'task', algorithm, **about, **of_run)}  # in Python"
 
 
 def _changed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

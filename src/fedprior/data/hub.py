@@ -108,7 +108,7 @@ def _check(arrays: Arrays, source: Source, where: str) -> None:
         images = arrays[f"{split}_image"]
         shape = images.shape[1:] if images.shape[3:] != (1,) else images.shape[1:3]
         shapes.add(shape)
-        if images.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (1,), (3,)):
+        if images.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
             raise DataError(
                 f"{where}: {split}_image must be 8-bit images [N, H, W] or [N, H, W, 3], got {images.dtype} of shape "
                 f"{images.shape}"

@@ -30,7 +30,7 @@ from fedprior.specs import differences
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # mypy takes the name for a module only
 
 log = logging.getLogger("flwr")
 

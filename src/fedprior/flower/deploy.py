@@ -77,7 +77,8 @@ def deploy(
                 say(f"SIGKILL to the device of client {nodes - 1}")
         federation.wait(run, began + seconds)
         say("Flower says that the run is complete")
-    return json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    summary: dict[str, Any] = json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))
+    return summary
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ be unpickled) and one small record of numbers.
 """
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -31,7 +31,7 @@ def read_order(content: RecordDict) -> Order:
     number, accepted = about.get("round"), about.get("accepted")
     if not _whole(number, 1, 2**32 - 1) or not _whole(accepted, 0, 2**32 - 1):
         raise WireError("the server's message names no round")
-    return Order(_unwrap(content), int(number), check_run(about.get("run")), int(accepted))  # type: ignore[arg-type]
+    return Order(_unwrap(content), number, check_run(about.get("run")), accepted)
 
 
 def write_answer(answer: Answer) -> RecordDict:
@@ -65,19 +65,19 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -
     loss, correct, tested = about.get("loss"), about.get("correct"), about.get("tested")
     if not isinstance(loss, float) or not math.isfinite(loss):
         raise WireError("the reply has no finite loss")
-    if not _whole(tested, 0, 2**62) or not _whole(correct, 0, int(tested)):  # type: ignore[arg-type]
+    if not _whole(tested, 0, 2**62) or not _whole(correct, 0, tested):
         raise WireError("the reply's test counts make no sense")
-    apart = (about.get("tv_mean"), about.get("tv_max"))
-    probabilities = all(isinstance(value, float) and 0 <= value <= 1 for value in apart)
+    mean, largest = about.get("tv_mean"), about.get("tv_max")
+    apart = (mean, largest) if _probability(mean) and _probability(largest) else None
     layers, kept = list(turn.up.gates), about.get("floored", [])
     if not isinstance(kept, list) or not all(_whole(i, 0, len(layers) - 1) for i in kept):
         raise WireError("the reply names layers that the model does not have")
     return Upload(
         message=server.read(turn, client, _unwrap(content)),
         loss=loss,
-        correct=int(correct),  # type: ignore[arg-type]
-        tested=int(tested),  # type: ignore[arg-type]
-        disagreement=apart if probabilities else None,  # type: ignore[arg-type]
+        correct=correct,
+        tested=tested,
+        disagreement=apart,
         floored=tuple(layers[i] for i in kept),
         forgot=about.get("forgot") == 1,
     )
@@ -92,7 +92,7 @@ def check_introduction(content: RecordDict, server: Server, turn: Round) -> int:
     for direction, layout in (("down", turn.down), ("up", turn.up)):
         if about.get(direction) != int.from_bytes(layout.fingerprint, "big", signed=True):
             raise WireError("the node has another model, algorithm or version of fedprior")
-    return int(client)  # type: ignore[arg-type]
+    return client
 
 
 def _wrap(data: bytes) -> ArrayRecord:
@@ -110,8 +110,12 @@ def _unwrap(content: RecordDict) -> bytes:
     return bytes(array.data)
 
 
-def _whole(value: object, low: int, high: int) -> bool:
+def _whole(value: object, low: int, high: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _probability(value: object) -> TypeGuard[float]:
+    return isinstance(value, float) and 0 <= value <= 1
 
 
 def _short(value: object) -> str:

@@ -37,8 +37,7 @@ def reproduce(
     check_names(experiment, given)
     specs = plan(experiment, seeds, out, given)
     if not table_only:
-        for spec in specs[:1]:
-            run_settings(spec.run).resolved_device()  # refused before the data is looked for
+        run_settings(specs[0].run).resolved_device()  # refused before the data is looked for
         left = missing(specs)
         if len(left) < len(specs):
             console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)

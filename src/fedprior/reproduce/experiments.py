@@ -41,7 +41,7 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
     paper: Cells = Cells()
     variant_of: str = ""
-    """The label of the method that it differs from in one setting; figures give both one colour."""
+    """The label of the method that it is another form of; figures give both one colour."""
 
 
 @dataclass(frozen=True)
