@@ -195,6 +195,7 @@ def test_the_readmes_table_is_of_the_records_and_of_the_paper(name, title):
     assert row.split(" | ")[1:] == [*ours, *theirs[:-1], f"{theirs[-1]} |"]
 
 
+KINDS = ("global", "local")
 README_METHODS = ("fedavg", "fedsparse-mid")
 GATES = {
     ("outputs", ()): "filters, neurons",
@@ -253,3 +254,36 @@ def test_dropout_of_what_is_kept_gave_what_the_document_says():
             assert f"| (FedAvg) | {wire} | | | {numbers} |" in rows
         else:
             assert f"| {setting['sparsity']:g} | {wire} | 0 | {setting['dropout']:g} | {numbers} |" in rows
+
+
+def test_lambda0_mattered_as_little_to_the_scaffold_experiment_as_the_document_says():
+    found = {run.path.parent.name: run for run in find_runs(RESULTS / "search" / "scaffold").runs}
+    assert all((run.seed, run.config["task"]["validation"]) == (10, True) for run in found.values())
+
+    def sparsities(name: str) -> str:
+        a, b, c = (
+            f"{100 * found[f'{name}-{strength}'].final('sparsity'):.1f}%" for strength in ("5e-6", "5e-5", "5e-4")
+        )
+        return f"{a}, {b} and {c}"
+
+    alone, beside = sparsities("fedsparse"), sparsities("fedsparse+scaffold")
+    assert f"give sparsities of {alone}, with SCAFFOLD {beside}" in said_in_the_document()
+
+
+def test_mnist_minis_sizes_gave_what_the_document_says():
+    rows = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8").splitlines()
+    made: dict[str, list[Run]] = {}
+    for run in find_runs(RESULTS / "search" / "mnist-mini").runs:
+        assert run.config["task"]["validation"]
+        made.setdefault(run.path.parent.name, []).append(run)
+    names = {
+        "fedavg": "FedAvg",
+        "fedsparse": "FedSparse, 80% (no dropout, the default)",
+        "linear_rate=0.25": "FedSparse, 80%, a quarter of the neurons dropped",
+        "linear_rate=0.5": "FedSparse, 80%, half of the neurons dropped",
+    }
+    assert made.keys() == names.keys()
+    for label, runs in made.items():
+        accuracies = [", ".join(f"{100 * run.final(f'{kind}_accuracy'):.1f}%" for run in runs) for kind in KINDS]
+        sent = gib(runs) * 2**30 / 1e6
+        assert f"| {names[label]} | {' | '.join(accuracies)} | {sent:,.0f} |" in rows
