@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fedprior
-from fedprior import cli
+from fedprior import cli, locks
 from fedprior.algorithms import algorithm_settings
 from fedprior.repeat import repeat_command
 from fedprior.report import read_run
@@ -396,6 +396,27 @@ def test_a_folder_that_exists_is_left_alone(shell, tmp_path):
         assert (code, err.count("\n")) == (2, 1)
         assert re.search(r"exists; .*another folder \(--out\)", err)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        (("run", "tiny", "--out", "all"), "all"),
+        (("compare", "tiny", "--out", "all"), "all/fedavg"),
+        (("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0,1", "--out", "all"), "all/fedavg/seed-1"),
+        (("frontier", "tiny", "--wires", "int8", "--sparsities", "0.5", "--out", "all"), "all/fedl1/seed-0"),
+    ],
+)
+def test_a_folder_that_another_process_trains_is_one_line_and_left_alone(shell, tmp_path, monkeypatch, command, first):
+    """The second of two terminals; of a sweep, nothing is trained when any of its runs is another's."""
+    with locks.alone_in([tmp_path / first]):
+        with monkeypatch.context() as later:  # `compare` refuses a folder that is there when it begins
+            later.setattr("fedprior.cli.train._check_unused", lambda folders: None)
+            code, _, err = shell(*command)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{first} is being trained by process {os.getpid()} on " in err
+        assert not list(tmp_path.rglob("config.toml"))
+    assert shell(*command)[::2] == (0, "")
 
 
 def test_a_broken_or_foreign_checkpoint_is_one_line_and_nothing_is_lost(shell, tmp_path):

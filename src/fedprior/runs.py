@@ -1,13 +1,15 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedprior import locks
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
@@ -45,15 +47,23 @@ def run(
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
     seed = {} if task.seed is None else {"seed": task.seed}
     chosen = run_settings({**seed, **task.defaults, **settings}, task)
-    job = start_job(task, algorithm, chosen, out, label)
-    job.progress = progress
-    return _one(drive([job]))
+    if out is not None and ranks.first():
+        RunFolder(Path(out)).check_unused()
+    with alone_in([] if out is None else [Path(out)]):
+        job = start_job(task, algorithm, chosen, out, label)
+        job.progress = progress
+        return _one(drive([job]))
+
+
+def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
+    """Be the only one that writes to these folders; of several ranks only the first writes."""
+    return locks.alone_in(folders if ranks.first() else [])
 
 
 def start_job(
     task: Task, algorithm: Algorithm, settings: Settings, out: Path | str | None = None, label: str | None = None
 ) -> Job:
-    """A run before its first round, its folder made."""
+    """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
@@ -109,9 +119,10 @@ def resume(
     """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
     folder = RunFolder(Path(path))
     _, _, task, algorithm = rebuild(folder, task, algorithm)
-    job = _reopen(folder, task, algorithm)
-    job.progress = progress
-    return _one(drive([job]))
+    with alone_in([folder.path]):
+        job = _reopen(folder, task, algorithm)
+        job.progress = progress
+        return _one(drive([job]))
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:

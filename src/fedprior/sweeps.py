@@ -32,12 +32,14 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     for spec, parts in zip(specs, built, strict=True):  # everything is checked before anything is trained
         _check(spec, parts)
     outcomes: dict[int, Outcome] = {}
-    for places in _mates(specs, built):
-        group = [specs[place] for place in places]
-        with (watch or _quiet)(group, built[places[0]][2].rounds) as progress:
-            jobs = [runs.open_job(*built[place], specs[place].out, specs[place].label) for place in places]
-            jobs[0].progress = progress
-            outcomes |= dict(zip(places, _drive(jobs), strict=True))
+    # All at once and until the end: the same sweep in a second terminal is refused at its start, not on its way.
+    with runs.alone_in([spec.out for spec in specs]):
+        for places in _mates(specs, built):
+            group = [specs[place] for place in places]
+            with (watch or _quiet)(group, built[places[0]][2].rounds) as progress:
+                jobs = [runs.open_job(*built[place], specs[place].out, specs[place].label) for place in places]
+                jobs[0].progress = progress
+                outcomes |= dict(zip(places, _drive(jobs), strict=True))
     return [outcomes[place] for place in range(len(specs))]
 
 

@@ -141,7 +141,7 @@ def test_a_run_has_one_server_at_a_time(make_job, tmp_path):
     class Second(LocalGrid):
         def get_node_ids(self):
             if not refused:
-                with pytest.raises(RunError, match="is being trained by another process") as caught:
+                with pytest.raises(RunError, match="is being trained by process") as caught:
                     serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(run)})
                 refused.append(caught.value)
             return super().get_node_ids()

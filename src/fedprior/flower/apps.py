@@ -1,9 +1,8 @@
 """The two halves of a Flower app: a ServerApp that keeps a run's folder, and a ClientApp around the E-step."""
 
-import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,12 @@ from fedprior.flower.job import MAY_CHANGE, SIMULATOR_ONLY, Job, Limits
 from fedprior.flower.node import Node
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
+from fedprior.locks import alone_in
 from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.server import Record
 from fedprior.specs import differences
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # mypy takes the name for a module only
 
 log = logging.getLogger("flwr")
 
@@ -109,7 +104,10 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
     limits.needed(job.settings.clients_per_round)  # a mistake in them should leave no folder behind
     resume = str(config.get("resume", ""))
     folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
-    with _alone_in(folder):
+    # As when a run is resumed twice, or while the server of a killed SuperLink has not ended yet.
+    with alone_in([folder.path]):
+        if not resume:
+            folder.create({**job.config(), "flower": {"run": secrets.token_hex(8), "clients": job.clients}})
         server, records = _open(folder, job)
         log.info("the run is kept in %s", folder.path.resolve())
 
@@ -129,30 +127,13 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
 
 
 def _new_folder(job: Job, out: str) -> RunFolder:
-    """The folder of a new run, with its config."""
+    """The folder of a new run."""
     name = f"flower-{job.task}-{job.algorithm.name}-{job.settings.seed}"
     folder = RunFolder(Path(out) if out else unused_folder(Path("runs") / name))
     if folder.config.exists():
         raise RunError(f"{folder.path} exists; go on with it by resume instead of out, or choose another folder")
-    folder.create({**job.config(), "flower": {"run": secrets.token_hex(8), "clients": job.clients}})
+    folder.check_unused()
     return folder
-
-
-@contextlib.contextmanager
-def _alone_in(folder: RunFolder) -> Iterator[None]:
-    """Two servers in one folder would mix their records: a run resumed twice, or while the server it had still ends.
-
-    The lock is the kernel's and goes with the process, however that ends.
-    """
-    if fcntl is None or not folder.config.is_file():
-        yield
-        return
-    with folder.config.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"{folder.path} is being trained by another process; wait for its end or end it") from error
-        yield
 
 
 def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:

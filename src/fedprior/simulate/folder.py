@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedprior import locks
 from fedprior.errors import RunError
 from fedprior.storage import to_bytes, write_atomically
 from fedprior.trees import Params
@@ -32,9 +33,10 @@ class RunFolder:
     def used(self) -> bool:
         """Whether there is anything here."""
         try:
-            # A crash while the folder was made may have left half a config, which is nothing yet.
+            # A crash while the folder was made may have left half a config, which is nothing yet; nor is a lock.
             return self.path.exists() and (
-                not self.path.is_dir() or any(entry.suffix != ".part" for entry in self.path.iterdir())
+                not self.path.is_dir()
+                or any(entry.suffix != ".part" and entry.name != locks.NAME for entry in self.path.iterdir())
             )
         except OSError as error:
             raise RunError(f"cannot use {self.path}: {error.strerror}") from error
