@@ -24,12 +24,12 @@ def test_what_is_not_a_number_of_bytes_is_refused(text):
 @pytest.mark.parametrize("precision", ["float32", "int8/int4"])
 @pytest.mark.parametrize(
     ("name", "rate"),
-    [("fedsparse", 0.0), ("fedsparse", 0.5), ("fedsparse+scaffold", 0.3), ("fedsparse-unstructured", 0.0)],
+    [("fednarrow", 0.0), ("fednarrow", 0.5), ("fednarrow+scaffold", 0.3), ("fednarrow-unstructured", 0.0)],
 )
 def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, name, rate, precision):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 30, "wire": precision, "entropy": False}, task)
-    own = {"dense_rounds": 2, "shrink": 0.3} if name == "fedsparse-unstructured" else {"linear_rate": rate}
+    own = {"dense_rounds": 2, "shrink": 0.3} if name == "fednarrow-unstructured" else {"linear_rate": rate}
     build = lambda sparsity: fedprior.algorithm(name, task.network, sparsity=sparsity, **own)  # noqa: E731
     params = task.network.params()
     budget = int(0.7 * run_bytes(build(0.0), params, settings, task.data.clients))
@@ -40,14 +40,14 @@ def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, n
     sent = result.summary["bytes_up"] + result.summary["bytes_down"]
     assert sent <= budget
     # Of many sub-networks the mean is foreseen; what is assigned to single weights depends on how they are trained.
-    room = 0.2 if rate else 0.02 if name == "fedsparse-unstructured" else 0
+    room = 0.2 if rate else 0.02 if name == "fednarrow-unstructured" else 0
     assert sent == pytest.approx(run_bytes(build(sparsity), params, settings, task.data.clients), rel=room)
 
 
 def test_few_sub_networks_are_counted_one_by_one(small_task):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 5}, task)
-    drawn = fedprior.algorithm("fedsparse", task.network, sparsity=0.2, linear_rate=0.5)
+    drawn = fedprior.algorithm("fednarrow", task.network, sparsity=0.2, linear_rate=0.5)
     sent = fedprior.run(task, drawn, rounds=5).summary
     foreseen = run_bytes(drawn, task.network.params(), settings, task.data.clients)
     assert foreseen == sent["bytes_up"] + sent["bytes_down"]
@@ -56,9 +56,9 @@ def test_few_sub_networks_are_counted_one_by_one(small_task):
 def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 5}, task)
-    build = lambda sparsity: fedprior.algorithm("fedsparse", task.network, sparsity=sparsity)  # noqa: E731
+    build = lambda sparsity: fedprior.algorithm("fednarrow", task.network, sparsity=sparsity)  # noqa: E731
     assert sparsity_for(10**9, build, task.network.params(), settings, task.data.clients) == 0
     with pytest.raises(SettingError, match="too small"):
         sparsity_for(10, build, task.network.params(), settings, task.data.clients)
-    with pytest.raises(SettingError, match="only FedSparse"):
+    with pytest.raises(SettingError, match="only fednarrow"):
         run_bytes(fedprior.algorithm("fedavg", task.network), task.network.params(), settings, task.data.clients)

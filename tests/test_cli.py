@@ -178,21 +178,25 @@ def test_a_sweep_names_its_seeds_and_says_when_all_diverge(shell, tmp_path):
     assert "every run of the sweep diverged" in err
 
 
-def test_fedsparse_is_asked_for_a_size(shell, tmp_path):
+def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
     code, out, err = shell("run", "tiny", "--sparsity", "0.5", "--out", "half")
     assert (code, err) == (0, "")
-    assert "fedsparse" in out
+    assert "asked for a size: fednarrow, a network narrowed before training" in out
+    assert 'algorithm = "fednarrow"' in (tmp_path / "half" / "config.toml").read_text()
     assert "sparsity = 0.5" in (tmp_path / "half" / "config.toml").read_text()
     code, out, err = shell("compare", "tiny", "--budget", "20kB", "--out", "both")
     assert (code, err) == (0, "")
-    sent = json.loads((tmp_path / "both" / "fedsparse" / "summary.json").read_text())
+    sent = json.loads((tmp_path / "both" / "fednarrow" / "summary.json").read_text())
     assert sent["bytes_up"] + sent["bytes_down"] <= 20_000
-    assert f"{100 * float(out.split('fedsparse: ')[1].split('%')[0]) / 100:.1f}% sparsity for 20,000 bytes" in out
+    assert f"{100 * float(out.split('fednarrow: ')[1].split('%')[0]) / 100:.1f}% sparsity for 20,000 bytes" in out
     for wrong, words in (
         (("--sparsity", "0.5", "--max-parameters", "9"), "three ways to say one thing"),
-        (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for FedSparse"),
+        (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow"),
         (("--budget", "much"), "number of bytes"),
-        (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fedsparse"),
+        (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fednarrow"),
+        (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many close"),
+        (("--algorithm", "fedsparse", "--budget", "1MB"), "take fednarrow"),
+        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "take fednarrow"),
     ):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2

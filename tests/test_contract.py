@@ -17,18 +17,18 @@ from fedprior.simulate.run import Settings, build
 from fedprior.simulate.together import Together
 from fedprior.tasks import Task
 
-NAMES = [*fedprior.ALGORITHMS, "fedsparse, asked", "fedsparse-unstructured, asked", "fedsparse+scaffold, asked"]
+NAMES = list(fedprior.ALGORITHMS)
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
     "fedsparse-unstructured": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
     "fedsparse+scaffold": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
-    "fedsparse, asked": {
+    "fednarrow": {
         **{"sparsity": 0.5, "precision": 0.1, "dense_rounds": 1, "shrink": 0.3},
         **{"linear_rate": 0.5, "average": True},
     },
-    "fedsparse-unstructured, asked": {"sparsity": 0.5, "dense_rounds": 0, "shrink": 0.3},
-    "fedsparse+scaffold, asked": {"sparsity": 0.5, "linear_rate": 0.5},
+    "fednarrow-unstructured": {"sparsity": 0.5, "dense_rounds": 0, "shrink": 0.3},
+    "fednarrow+scaffold": {"sparsity": 0.5, "linear_rate": 0.5},
     "feddrop": {"conv_rate": 0.4, "input_rate": 0.4, "linear_rate": 0.4, "noise": True},
     "fedl1": {"strength": 0.5},
     "fedmedian": {"precision": 0.5},
@@ -65,13 +65,12 @@ def make_task(dtype: torch.dtype = torch.float64) -> Task:
 
 def algorithm(name: str, task: Task, **changes: object) -> fedprior.Algorithm:
     settings = {**LIVELY.get(name, {}), **changes}
-    return fedprior.algorithm(name.removesuffix(", asked"), task.network, **settings)
+    return fedprior.algorithm(name, task.network, **settings)
 
 
 def quick(name: str, task: Task) -> fedprior.Algorithm:
     """Its default settings, but a step long enough to learn something in a few rounds."""
-    asked = {"sparsity": 0.5} if "asked" in name else {}
-    return fedprior.algorithm(name.removesuffix(", asked"), task.network, local_optimiser="SGD(lr=0.2)", **asked)
+    return fedprior.algorithm(name, task.network, local_optimiser="SGD(lr=0.2)")
 
 
 def simulate(name: str, **settings: object) -> Simulation:
@@ -118,7 +117,7 @@ def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
 
 SWEPT = {
     "fedsparse": {"lambda0": 1e-4, "temperature": 2e-3},
-    "fedsparse, asked": {"sparsity": 0.3, "shrink": 0.5, "conv_rate": 0.2, "linear_rate": 0.3},
+    "fednarrow": {"sparsity": 0.3, "shrink": 0.5, "conv_rate": 0.2, "linear_rate": 0.3},
     "fedprox": {"precision": 0.7},
     "fedl1": {"strength": 0.2},
 }

@@ -58,7 +58,7 @@ def test_every_combination_is_a_run_and_settings_reach_those_that_know_them(tmp_
     assert len(specs) == 2 * (2 + 2 * 2)
     assert len({spec.out for spec in specs}) == len(specs)
     assert {spec.algorithm_settings.get("conv_rate") for spec in specs if spec.algorithm == "feddrop"} == {"0.2"}
-    assert {(s.run["wire"], s.algorithm_settings["sparsity"]) for s in specs if s.algorithm == "fedsparse"} == {
+    assert {(s.run["wire"], s.algorithm_settings["sparsity"]) for s in specs if s.algorithm == "fednarrow"} == {
         (wire, sparsity) for wire in ("float32", "int8/int4") for sparsity in (0.0, 0.8)
     }
     assert all(spec.task_options == {"alpha": "1"} and spec.run["rounds"] == 2 for spec in specs)

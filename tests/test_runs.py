@@ -318,8 +318,10 @@ def test_settings_of_the_wrong_type_or_range_are_refused_before_anything_is_writ
         ("fedsparse", {"prune_below": 1.5}, "prune_below must lie between 0 and 1"),
         ("fedsparse", {"structured": "maybe"}, "structured must be bool, got 'maybe'"),
         ("fedsparse", {"floor": 0}, "floor must be at least 1"),
-        ("fedsparse", {"shrink": 0.1}, "shrink is for FedSparse asked for a sparsity"),
-        ("fedsparse", {"average": True}, "average is for FedSparse asked for a sparsity"),
+        ("fedsparse", {"sparsity": 0.5}, "fedsparse takes no size: .* take fednarrow,"),
+        ("fedsparse+scaffold", {"max_parameters": 9}, "fedsparse.scaffold takes no size: .* take fednarrow.scaffold,"),
+        ("fedsparse", {"average": True}, "unknown setting of fedsparse 'average'"),
+        ("fednarrow", {"lambda0": 1e-6}, "unknown setting of fednarrow 'lambda0'"),
         ("fedsparse-unstructured", {"ungated": ("conv",)}, "ungated are of units"),
         ("fedsparse-unstructured", {"gate_output": True}, "gate_output, .* are of units"),
         ("feddrop", {"precision": -1}, "precision must be at least 0, got -1"),
@@ -343,6 +345,19 @@ def test_an_unknown_task_suggests_the_nearest():
         fedprior.task("mnist-mimi")
     with pytest.raises(SettingError, match="did you mean 'alpha'"):
         fedprior.task("mnist-mini", aplha=1)
+
+
+def test_a_folder_of_when_fednarrow_was_called_fedsparse_says_so_in_one_line(finished, small_task):
+    config = finished.path / "config.toml"
+    old = 'sparsity = SIZE\nmax_parameters = "none"\nshrink = "none"\nlinear_rate = 0.5\n'
+    text = config.read_text().replace("dense_rounds = 0\n", f'dense_rounds = "none"\n{old}')
+    assert "SIZE" in text
+    config.write_text(text.replace("SIZE", "0.8"))
+    with pytest.raises(RunError, match="the algorithm that is now called fednarrow") as error:
+        fedprior.resume(finished.path, task=small_task())
+    assert "\n" not in str(error.value)
+    config.write_text(text.replace("SIZE", '"none"'))  # by λ₀, where those settings had no effect
+    assert fedprior.resume(finished.path, task=small_task()).records == finished.records
 
 
 def test_ones_own_task_cannot_be_resumed_by_name(finished):

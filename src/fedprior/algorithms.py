@@ -9,8 +9,8 @@ from fedprior.em import Algorithm
 from fedprior.errors import SettingError
 from fedprior.network import Network
 from fedprior.optimisers import Optimiser
-from fedprior.priors import Budgeted, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Prior, SpikeSlab
-from fedprior.settings import nearest, resolve
+from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
+from fedprior.settings import nearest, options_of, resolve
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
 SGD = Optimiser("SGD", {"lr": 0.05})
@@ -104,19 +104,13 @@ def spike_slab(
     network: Network,
     *,
     structured: bool = True,
-    sparsity: float | None = None,
-    max_parameters: int | None = None,
     lambda0: float = 5e-6,
     precision: float = 0.0,
     cross_entropy: float = 1e-4,
     temperature: float = 1e-3,
     theta_start: float = 0.99,
     prune_below: float = 0.1,
-    dense_rounds: int | None = None,
-    shrink: float | None = None,
-    conv_rate: float = 0.0,
-    linear_rate: float = 0.0,
-    average: bool = False,
+    dense_rounds: int = 0,
     prune_server: bool = True,
     gate_output: bool = False,
     linear_gates: str = "outputs",
@@ -128,39 +122,57 @@ def spike_slab(
     server_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-2}),
     scaffold: bool = False,
 ) -> Algorithm:
-    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form.
-
-    With a sparsity, or a number of parameters at most, the gates are assigned to reach it, and there are no thresholds;
-    without one, λ₀ decides. `shrink`, the two rates of dropout and `average` matter to the former only.
-    """
-    gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
-    if max_parameters is not None:
-        sparsity = _at_most(max_parameters, sparsity, gating)
-    if sparsity is not None:
-        # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
-        dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
-        share = (0.05 if dense else 1.0) if shrink is None else shrink
-        drawn = _drawn(gating, conv_rate, linear_rate)
-        budgeted = Budgeted(gating, sparsity, precision, dense, share, conv_rate, linear_rate, drawn)
-        return _weights_only(budgeted, local_optimiser, server_optimiser, scaffold, average)
-    if shrink is not None or average:
-        raise SettingError(
-            f"{'average' if average else 'shrink'} is for FedSparse asked for a sparsity; without one there is λ₀"
-        )
+    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
     prior = SpikeSlab(
-        gating=gating,
+        gating=_gating(network, structured, gate_output, linear_gates, ungated, floor),
         lambda0=lambda0,
         precision=precision,
         cross_entropy=cross_entropy,
         temperature=temperature,
         theta_start=theta_start,
         prune_below=prune_below,
-        dense_rounds=dense_rounds or 0,
+        dense_rounds=dense_rounds,
         prune_server=prune_server,
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
     return Algorithm(prior, local, server, _correction(scaffold, local_optimiser))
+
+
+def narrow(
+    network: Network,
+    *,
+    structured: bool = True,
+    sparsity: float | None = None,
+    max_parameters: int | None = None,
+    precision: float = 0.0,
+    dense_rounds: int | None = None,
+    shrink: float | None = None,
+    conv_rate: float = 0.0,
+    linear_rate: float = 0.0,
+    gate_output: bool = False,
+    linear_gates: str = "outputs",
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = ADAM,
+    scaffold: bool = False,
+    average: bool = False,
+) -> Algorithm:
+    """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
+
+    The size is a sparsity or a number of parameters at most; half of the network where neither is said.
+    """
+    gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
+    if max_parameters is not None:
+        sparsity = _at_most(max_parameters, sparsity, gating)
+    # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
+    dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
+    share = (0.05 if dense else 1.0) if shrink is None else shrink
+    drawn = _drawn(gating, conv_rate, linear_rate)
+    wanted = 0.5 if sparsity is None else sparsity
+    prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
 
 
 def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
@@ -179,7 +191,7 @@ def _drawn(gating: Gating, conv: float, linear: float) -> dict[str, str]:
     """
     if not isinstance(gating, UnitGating):
         if conv or linear:
-            raise SettingError("conv_rate and linear_rate are of units: fedsparse-unstructured has none")
+            raise SettingError("conv_rate and linear_rate are of units: fednarrow-unstructured has none")
         return {}
     outputs = gating.structure.output_layers
     kinds = {x.name: x.kind for x in gating.structure.layers if x.axis == 0 and x.name not in outputs}
@@ -233,6 +245,13 @@ ALGORITHMS: dict[str, Entry] = {
     "fedsparse-unstructured": Entry(
         spike_slab, "spike and slab over weights", "Adam on w, Adamax on v", {"structured": False}
     ),
+    "fednarrow": Entry(narrow, "global gates over units, bound by a size", "Adam on w, the best gates that fit"),
+    "fednarrow-unstructured": Entry(
+        narrow,
+        "global gates over weights, bound by a size",
+        "Adam on w, the best gates that fit",
+        {"structured": False},
+    ),
     "fedmedian": Entry(laplace, "Laplace", "coordinate-wise median"),
     "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
     "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
@@ -241,7 +260,15 @@ ALGORITHMS: dict[str, Entry] = {
     "fedsparse+scaffold": Entry(
         spike_slab, "spike and slab over units, with control variates", "Adam on w, Adamax on v", {"scaffold": True}
     ),
+    "fednarrow+scaffold": Entry(
+        narrow,
+        "global gates over units, bound by a size, with control variates",
+        "Adam on w, the best gates that fit",
+        {"scaffold": True},
+    ),
 }
+SIZES = ("sparsity", "max_parameters")
+"""Settings that say how large the network is to be."""
 
 
 def entry(name: str) -> Entry:
@@ -254,7 +281,23 @@ def entry(name: str) -> Entry:
 def algorithm_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a named algorithm, those not given at their defaults."""
     chosen = entry(name)
+    if any(key in SIZES for key in given):
+        check_sized(name)
     return resolve(chosen.build, {**chosen.preset, **given}, name)
+
+
+def sized(name: str) -> bool:
+    """Whether an algorithm can be asked for a size."""
+    return "sparsity" in options_of(entry(name).build)
+
+
+def check_sized(name: str) -> None:
+    """Refuse a size where the gates are learned and λ₀ says how many close."""
+    if "lambda0" in options_of(entry(name).build):
+        raise SettingError(
+            f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; for a size "
+            f"take {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
+        )
 
 
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:

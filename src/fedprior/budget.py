@@ -1,4 +1,4 @@
-"""From bytes to a sparsity: what FedSparse must be asked for to stay within a budget."""
+"""From bytes to a sparsity: what FedNarrow must be asked for to stay within a budget."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from fedprior import keys, wire
 from fedprior.em import Algorithm
 from fedprior.errors import SettingError
 from fedprior.keys import Purpose
-from fedprior.priors import Budgeted
+from fedprior.priors import Narrow
 from fedprior.simulate.run import Settings
 from fedprior.trees import Gates, Params
 
@@ -81,7 +81,7 @@ SAMPLE = 32
 
 
 def _bytes_of(
-    prior: Budgeted, gates: Gates, layouts: list[wire.Layout], settings: Settings, clients: int, rounds: range
+    prior: Narrow, gates: Gates, layouts: list[wire.Layout], settings: Settings, clients: int, rounds: range
 ) -> int:
     """Of all messages of these rounds, in which the server keeps these gates.
 
@@ -105,8 +105,8 @@ def _bytes_of(
     return math.ceil(count * float(each.mean() + 3 * each.std() / len(each) ** 0.5))
 
 
-def _prior(algorithm: Algorithm) -> Budgeted:
+def _prior(algorithm: Algorithm) -> Narrow:
     """The prior, which must be one with a budget."""
-    if not isinstance(algorithm.prior, Budgeted):
-        raise SettingError("only FedSparse can be asked for a budget")
+    if not isinstance(algorithm.prior, Narrow):
+        raise SettingError("only fednarrow can be asked for a budget")
     return algorithm.prior

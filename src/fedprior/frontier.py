@@ -1,6 +1,6 @@
 """`fedprior frontier`: accuracy against bytes for sparsities × precisions of the wire, beside other algorithms.
 
-Every combination is FedSparse asked for a sparsity with a precision of its messages; runs that differ only in their
+Every combination is FedNarrow asked for a sparsity with a precision of its messages; runs that differ only in their
 sparsity or seed train together on a GPU.
 """
 
@@ -42,8 +42,8 @@ def plan(
     `settings` are as with `--set`; those of an algorithm reach the ones that know them.
     """
     _check(sparsities, wires, baselines, settings)
-    for_run, for_task, for_algorithms = runs.sort_settings(settings, task, ["fedsparse", *baselines])
-    common = Spec(task, "fedsparse", out, run={**options, **for_run}, task_options=for_task)
+    for_run, for_task, for_algorithms = runs.sort_settings(settings, task, ["fednarrow", *baselines])
+    common = Spec(task, "fednarrow", out, run={**options, **for_run}, task_options=for_task)
     specs = []
     for seed in seeds:
         for name in baselines:
@@ -54,7 +54,7 @@ def plan(
             for sparsity in sparsities:
                 label = f"{100 * sparsity:g}% sparse, {precision}"
                 folder = out / f"{precision.replace('/', '_')}-{sparsity:g}" / f"seed-{seed}"
-                own = {**for_algorithms["fedsparse"], "sparsity": sparsity}
+                own = {**for_algorithms["fednarrow"], "sparsity": sparsity}
                 run = {**common.run, "wire": precision}
                 specs.append(replace(common, out=folder, seed=seed, label=label, run=run, algorithm_settings=own))
     return specs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedprior import locks
-from fedprior.algorithms import ALGORITHMS, algorithm_settings
+from fedprior.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized
 from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
@@ -162,7 +162,24 @@ def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, 
     for key, value in about.items():
         if not value:
             raise RunError(f"{folder.config} has no {key!r}")
-    return about, run_settings(config["run"]), config["task"], config["algorithm"]
+    return about, run_settings(config["run"]), config["task"], _present(folder, about, config["algorithm"])
+
+
+RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "average")
+"""What FedSparse had while FedNarrow went by its name."""
+
+
+def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are now, of a run that may be older; without a size the retired ones had no effect."""
+    if not about["algorithm"].startswith("fedsparse") or "max_parameters" not in settings:
+        return dict(settings)
+    if any(settings.get(key, "none") != "none" for key in SIZES):
+        raise RunError(
+            f"{folder.path} was made when fedsparse with a size was the algorithm that is now called fednarrow: open "
+            "it with the fedprior that made it, or train it again with --algorithm fednarrow"
+        )
+    dense = 0 if settings.get("dense_rounds") == "none" else settings.get("dense_rounds", 0)
+    return {**{key: value for key, value in settings.items() if key not in RETIRED}, "dense_rounds": dense}
 
 
 def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings:
@@ -185,6 +202,9 @@ def sort_settings(
     everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
     for key in given:
         if key not in everything:
+            if key in SIZES:
+                for name in algorithms:
+                    check_sized(name)
             owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
             if owners:
                 raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")

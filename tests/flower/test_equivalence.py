@@ -24,16 +24,16 @@ ROUNDED = ["fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian
         *((name, "float32") for name in fedprior.ALGORITHMS),
         *((name, "int8/int4") for name in ROUNDED),
         ("fedavg", "int4"),
-        ("fedsparse, asked", "int4"),
+        ("fednarrow", "int4"),
     ],
 )
 def test_same_numbers_as_the_simulator(name, wire, make_job, quick, tmp_path):
     options = {"local_optimiser": "SGD(lr=0.1)"}
-    if "asked" in name:
+    if name == "fednarrow":
         options |= {"sparsity": 0.3, "linear_rate": 0.4, "conv_rate": 0.2, "average": True}
     elif name.startswith("fedsparse"):
         options |= {"temperature": 0.05, "lambda0": 1e-3}  # so that gates close within three rounds
-    job = make_job(name.removesuffix(", asked"), {"evaluate_every": 2, "wire": wire}, **options)
+    job = make_job(name, {"evaluate_every": 2, "wire": wire}, **options)
     simulated = build(job.algorithm, job.network, job.data, job.settings)
     records = [simulated.step(evaluate=number in (2, 3)) for number in (1, 2, 3)]
 

@@ -462,12 +462,11 @@ def test_a_diverged_client_is_named_with_its_round(diverging_task, mode):
         fedprior.run(diverging_task(), "fedavg", mode=mode, clients_per_round=3)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "feddrop", "fedsparse"])
+@pytest.mark.parametrize("name", ["fedavg", "feddrop", "fednarrow"])
 def test_what_is_shipped_is_the_average_of_the_rounds_late_ones_counting_more(small_task, name):
     """Against the weights that polynomial decay comes to: round i of n counts as (i + 18)! / (i − 1)! does."""
     task = small_task(dtype=torch.float64)
-    asked = {"sparsity": 0.3} if name == "fedsparse" else {}
-    algorithm = fedprior.algorithm(name, task.network, average=True, **asked)
+    algorithm = fedprior.algorithm(name, task.network, average=True)
     sim = build(algorithm, task.network, task.data, Settings(**{**task.defaults, "rounds": 4}))
     seen = []
     for _ in range(4):

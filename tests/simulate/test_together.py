@@ -52,7 +52,7 @@ CASES = {
         {"epochs": 2},
     ),
     "dense rounds": ("fedsparse", {"dense_rounds": 2, "lambda0": 1e-3}, {"epochs": 2}),
-    "asked": ("fedsparse", {"sparsity": 0.5, "dense_rounds": 1, "shrink": 0.4}, {"epochs": 2}),
+    "narrow": ("fednarrow", {"sparsity": 0.5, "dense_rounds": 1, "shrink": 0.4}, {"epochs": 2}),
     "unpruned": ("fedsparse", {"prune_server": False, "dense_rounds": 1, "lambda0": 1e-3}, {}),
 }
 

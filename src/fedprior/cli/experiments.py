@@ -71,7 +71,7 @@ def frontier_command(
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
-    """Accuracy against bytes: FedSparse for every sparsity × precision, beside others, the Pareto front marked.
+    """Accuracy against bytes: FedNarrow for every sparsity × precision, beside others, the Pareto front marked.
 
     Where the paper has the same experiment its points are drawn as crosses. Started again with the same --out, finished
     runs are kept and the others go on.

@@ -25,13 +25,13 @@ Wire = Annotated[
     ),
 ]
 Sparsity = Annotated[
-    float | None, typer.Option("--sparsity", help="FedSparse for this share of parameters gone, as 0.8; no λ0 needed.")
+    float | None, typer.Option("--sparsity", help="A network with this share of parameters gone: 0.8; for fednarrow.")
 ]
 MaxParameters = Annotated[
-    int | None, typer.Option("--max-parameters", help="FedSparse for a network of so many parameters at most.")
+    int | None, typer.Option("--max-parameters", help="A network of so many parameters at most; for fednarrow.")
 ]
 Budget = Annotated[
-    str | None, typer.Option("--budget", help="FedSparse for so many bytes in the whole run at most, as 5GiB.")
+    str | None, typer.Option("--budget", help="So many bytes in the whole run at most, as 5GiB; for fednarrow.")
 ]
 Board = Annotated[Path | None, typer.Option("--tensorboard", help="Log to TensorBoard too, in this folder.")]
 

@@ -8,7 +8,7 @@ import typer
 
 from fedprior import runs, sweeps
 from fedprior.algorithms import algorithm as named_algorithm
-from fedprior.algorithms import algorithm_settings
+from fedprior.algorithms import check_sized, sized
 from fedprior.budget import read_bytes, sparsity_for
 from fedprior.cli.options import (
     Board,
@@ -44,7 +44,7 @@ def run_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
     algorithm: Annotated[
         str | None,
-        typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fedsparse if asked for a size."),
+        typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fednarrow if asked for a size."),
     ] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
@@ -62,7 +62,9 @@ def run_command(
 ) -> None:
     """Train one algorithm on one task."""
     size = asked_size(sparsity, max_parameters, budget)
-    algorithm = algorithm or ("fedsparse" if size or budget else "fedavg")
+    if algorithm is None and (size or budget):
+        _say_narrow()
+    algorithm = algorithm or ("fednarrow" if size or budget else "fedavg")
     folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
     result = _run(
         task,
@@ -83,7 +85,10 @@ def run_command(
 
 def compare_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
-    algorithms: Annotated[str, typer.Option(help="Names, separated by commas.")] = "fedavg,fedsparse",
+    algorithms: Annotated[
+        str | None,
+        typer.Option(help="Names, separated by commas; fedavg,fedsparse or, if asked for a size, fedavg,fednarrow."),
+    ] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
     clients_per_round: Cohort = None,
@@ -100,13 +105,17 @@ def compare_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train several algorithms on one task and print one table."""
+    size = asked_size(sparsity, max_parameters, budget)
+    if algorithms is None and (size or budget):
+        _say_narrow()
+    algorithms = algorithms if algorithms is not None else f"fedavg,{'fednarrow' if size or budget else 'fedsparse'}"
     names = names_in(algorithms)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
     _check_unused([folder])
     folders = [folder / name for name in names]
-    settings = [*all_settings(set_, data_dir, wire), *asked_size(sparsity, max_parameters, budget)]
+    settings = [*all_settings(set_, data_dir, wire), *size]
     results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard, budget)
     conclude([r.summary for r in results], folder)
 
@@ -187,15 +196,22 @@ def _run(
 
 def _stay_within(budget: int, task: Task, own: dict[str, dict[str, Any]], settings: Settings) -> None:
     """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
-    able = [name for name in own if "sparsity" in algorithm_settings(name, {})]
+    able = [name for name in own if sized(name)]
     if not able:
-        raise SettingError(f"--budget is for FedSparse, not for {', '.join(own)}")
+        for name in own:
+            check_sized(name)
+        raise SettingError(f"--budget is for fednarrow, not for {', '.join(own)}")
     for name in able:
         if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
             raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
         build = partial(_with_sparsity, name, task, own[name])
         own[name]["sparsity"] = sparsity_for(budget, build, task.network.params(), settings, task.data.clients)
         console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)
+
+
+def _say_narrow() -> None:
+    """Nobody named the algorithm: say which one a size means."""
+    console.print("asked for a size: fednarrow, a network narrowed before training (fedsparse learns its gates, by λ₀)")
 
 
 def _with_sparsity(name: str, task: Task, own: dict[str, Any], sparsity: float) -> Algorithm:

@@ -74,7 +74,7 @@ class Experiment:
 LEVELS = {"low": 5e-7, "mid": 5e-6, "high": 5e-5}
 """λ₀ of the three sparsity levels; the appendix gives the same three for LeNet-5 and ResNet20.
 
-Asked for a sparsity, FedSparse is asked for what these gave in the paper.
+FedNarrow is asked for the sparsities that these gave in the paper.
 """
 
 
@@ -94,15 +94,15 @@ def _baselines(fedavg: Cells, feddrop: Cells, fedl1: Cells, *, noise: bool) -> t
     )
 
 
-def _fedsparse(goals: Sequence[float], *rows: Cells) -> tuple[Method, ...]:
-    """FedSparse asked for a sparsity, and as the paper has it, with λ₀ instead; at three levels."""
-    asked, by_lambda0 = [], []
+def _levels(goals: Sequence[float], *rows: Cells) -> tuple[Method, ...]:
+    """FedSparse at the three levels of λ₀; and FedNarrow, which is not in the paper, of the sizes it had there."""
+    sparse, narrow = [], []
     for (level, strength), goal, paper in zip(LEVELS.items(), goals, rows or [Cells()] * 3, strict=True):
-        asked.append(Method(f"fedsparse-{level}", f"FedSparse, {level}", "fedsparse", {"sparsity": goal}, paper))
-        settings = {"lambda0": strength, "sparsity": None}
-        name, other = f"FedSparse by λ₀, {level}", f"fedsparse-{level}"
-        by_lambda0.append(Method(f"lambda0-{level}", name, "fedsparse", settings, paper, variant_of=other))
-    return (*asked, *by_lambda0)
+        learned = f"fedsparse-{level}"
+        sparse.append(Method(learned, f"FedSparse, {level}", "fedsparse", {"lambda0": strength}, paper))
+        asked, name = {"sparsity": goal}, f"FedNarrow, {level}"
+        narrow.append(Method(f"fednarrow-{level}", name, "fednarrow", asked, variant_of=learned))
+    return (*sparse, *narrow)
 
 
 ONE_PARTITION = {"partition_seed": 0}
@@ -121,7 +121,7 @@ CIFAR10 = Experiment(
             _row((62.1, 0.8), (82.5, 0.3), (36, 1), (61.8, 1.8)),
             noise=False,
         ),
-        *_fedsparse(
+        *_levels(
             (0.214, 0.468, 0.665),
             _row((68.9, 0.5), (86.9, 0.4), (52, 0), (21.4, 0.4)),
             _row((68.9, 0.4), (87.6, 0.1), (35, 0), (46.8, 0.4)),
@@ -130,14 +130,14 @@ CIFAR10 = Experiment(
         # The appendix's 2e-3 leaves more than the paper's table says.
         Method("fedl1-stronger", "FedL1, λ = 2.4e-3", "fedl1", {"strength": 2.4e-3}, variant_of="fedl1"),
         Method(
-            "lambda0-mid-unpruned",
-            "FedSparse by λ₀, mid, unpruned",
+            "fedsparse-mid-unpruned",
+            "FedSparse, mid, unpruned",
             "fedsparse",
-            {"lambda0": LEVELS["mid"], "sparsity": None, "prune_server": False},
+            {"lambda0": LEVELS["mid"], "prune_server": False},
         ),
     ),
     ONE_PARTITION,
-    pruning=("lambda0-mid", "lambda0-mid-unpruned"),
+    pruning=("fedsparse-mid", "fedsparse-mid-unpruned"),
 )
 
 CIFAR100 = Experiment(
@@ -152,7 +152,7 @@ CIFAR100 = Experiment(
             _row((23.6, 0.7), (45.8, 0.3), (118, 1), (8.0, 1.0)),
             noise=True,
         ),
-        *_fedsparse(
+        *_levels(
             (0.016, 0.538, 0.669),
             _row((40.5, 0.7), (61.8, 0.4), (121, 0), (1.6, 0.1)),
             _row((31.7, 1.0), (54.8, 0.6), (58, 1), (53.8, 0.6)),
@@ -174,7 +174,7 @@ FEMNIST = Experiment(
             _row((82.0, 0.3), (85.9, 0.0), (187, 2), (45.5, 1.2)),
             noise=True,
         ),
-        *_fedsparse(
+        *_levels(
             (0.01, 0.456, 0.628),
             _row((85.4, 0.2), (90.8, 0.0), (270, 0), (1.0, 0.2)),
             _row((85.1, 0.3), (90.6, 0.0), (148, 2), (45.6, 0.7)),
@@ -206,21 +206,13 @@ SCAFFOLD = Experiment(
             MEAN_BY_STEP,
             Cells(sparsity=Cell(35)),
         ),
+        Method("fednarrow", "FedNarrow, 47%", "fednarrow", {"sparsity": 0.47, **MEAN}, variant_of="fedsparse"),
         Method(
-            "asked",
-            "FedSparse, asked for 47%",
-            "fedsparse",
-            {"sparsity": 0.47, **MEAN},
-            Cells(sparsity=Cell(47)),
-            "fedsparse",
-        ),
-        Method(
-            "asked+scaffold",
-            "FedSparse, asked for 35%, + SCAFFOLD",
-            "fedsparse+scaffold",
+            "fednarrow+scaffold",
+            "FedNarrow, 35%, + SCAFFOLD",
+            "fednarrow+scaffold",
             {"sparsity": 0.35, **MEAN},
-            Cells(sparsity=Cell(35)),
-            "fedsparse+scaffold",
+            variant_of="fedsparse+scaffold",
         ),
     ),
 )
@@ -231,7 +223,7 @@ MNIST_MINI = Experiment(
     "MNIST, the 12,000 embedded digits, LeNet-5",
     "mnist-mini",
     3,
-    (Method("fedavg", "FedAvg", "fedavg"), *_fedsparse((0.5, 0.8, 0.9))),
+    (Method("fedavg", "FedAvg", "fedavg"), *_levels((0.5, 0.8, 0.9))),
     {"evaluate_every": 1},
 )
 
