@@ -37,15 +37,15 @@ deploy.main()
 """
 
 
-def descendants(marker):
-    """Processes that have a text in their command line or environment; a zombie has neither."""
+def descendants(*markers):
+    """Processes that have these texts in their command line or environment; a zombie has neither."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
         except OSError:
             continue
-        if marker.encode() in text and int(entry.name) != os.getpid():
+        if all(marker.encode() in text for marker in markers) and int(entry.name) != os.getpid():
             found.append(entry.name)
     return found
 
@@ -54,7 +54,9 @@ def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     settings = "local_steps=3; device=cpu"
-    summary = deploy(tmp_path / "run", nodes=2, rounds=2, kill_after=1, settings=settings, round_seconds=40)
+    # No limit of ours is reached: Flower itself misses the killed device, by its heartbeats, within a minute.
+    limits = {"round_seconds": 1800, "seconds": 3600}
+    summary = deploy(tmp_path / "run", nodes=2, rounds=2, kill_after=1, settings=settings, **limits)
     assert summary["engine"] == "flower"
     assert (summary["rounds"], summary["task"], summary["algorithm"]) == (2, "mnist-mini", "fedsparse")
     first, second = (json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
@@ -65,9 +67,12 @@ def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, capsys):
     job = named_job({"task": "mnist-mini", "algorithm": "fedsparse", "settings": f"clients=2; {settings}"})
     task = fedprior.Task("mnist-mini", job.network, job.data)
     result = fedprior.run(task, job.algorithm, rounds=1, clients_per_round=2, local_steps=3, batch_size=10, workers=1)
-    assert first.keys() - {"clients", "faults"} == result.records[0].keys()
+    assert sorted(first.pop("clients")) == [0, 1]
+    assert first.keys() == result.records[0].keys()
     for key, value in result.records[0].items():
-        assert first[key] == pytest.approx(value, rel=1e-5), key
+        # Both in float32; T = 0.001 makes a thousandfold of what the last bit of a norm does to a gate.
+        near = pytest.approx(value, rel=1e-5) if key == "train_loss" else pytest.approx(value, abs=1e-4)
+        assert first[key] == (near if key in ("train_loss", "tv_mean", "tv_max") else value), key
     assert descendants(str(tmp_path)) == []
 
 
@@ -105,8 +110,9 @@ def test_interrupted_it_leaves_no_process(number, tmp_path):
         assert process.stdout is not None
         while "the server is up" not in process.stdout.readline():
             assert process.poll() is None
-        time.sleep(1)  # nodes are starting
-        assert len(descendants(str(tmp_path))) > 2
+        while len(descendants(str(tmp_path), "flower-supernode")) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
         process.send_signal(number)
         rest = process.stdout.read()
     assert process.returncode == 128 + number

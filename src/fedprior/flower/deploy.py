@@ -51,6 +51,7 @@ def deploy(
         "out": str(out.resolve()),
         "settings": f"clients={nodes}; clients_per_round={nodes}; rounds={rounds}; evaluate_every=1; {settings}",
         "round-seconds": round_seconds,
+        "start-seconds": seconds,
         "min-replies": nodes - 1,
     }
     # Before anything starts: here a mistake is one line, there it is in a log.

@@ -27,6 +27,8 @@ from fedprior.flower.certificates import make_certificates
 
 HOST = "127.0.0.1"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+START_SECONDS = 300
+"""For a server that will never answer; one that has ended is noticed at once."""
 
 
 class Loopback:
@@ -85,7 +87,7 @@ class Loopback:
         self._spawn("superlink", ["flower-superlink", *kind, database, f"--host={HOST}", f"--port={self.port}"])
         scheme = "http" if self.simulation else "https"
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.processes["superlink"].poll() is not None:
                 break
