@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedprior.compact import compact
-from fedprior.compact.source import to_source
+from fedprior.compact.source import in_layers, to_source
 from fedprior.models import Ensemble, LeNet5, ResNet20
 from fedprior.units import UnitGating, find_structure
 
@@ -128,7 +128,7 @@ def test_closed_inputs_of_linear_layers_go(seed: int) -> None:
     torch.testing.assert_close(small.module(x), module(x), atol=1e-5, rtol=1e-5)
     assert size(small.module) == int(gating.effective_parameters(gates))
     assert "fc1's inputs" in small.units
-    text, weights = to_source(small.module, x[0], "")
+    text, weights = to_source(*in_layers(small.module), x[0], "")
     assert "torch.index_select" in text
     assert "fc1_inputs" in weights
 

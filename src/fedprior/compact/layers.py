@@ -18,6 +18,8 @@ def shrink_layer(name: str, layer: nn.Module, rows: Tensor | None, columns: Tens
     """Leave these rows and columns of a layer's weight; None: all."""
     if "weight" not in layer._parameters:
         raise ModelError(f"module {name!r} computes its weight from other parameters")
+    if rows is None and columns is None:
+        return  # a new parameter would not be tied to where the old one stands too
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
     if columns is not None:

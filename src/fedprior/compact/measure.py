@@ -7,12 +7,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedprior.trees import Params
 from fedprior.workers import one_core
 
 
 def parameters(module: nn.Module) -> int:
     """How many numbers a network has learnt."""
     return sum(p.numel() for p in module.parameters())
+
+
+def tied(module: nn.Module) -> dict[str, str]:
+    """Where a parameter or buffer stands a second time, and its name where it stands first."""
+    first: dict[int, str] = {}
+    values = module.state_dict(keep_vars=True)
+    return {name: first[id(v)] for name, v in values.items() if first.setdefault(id(v), name) != name}
+
+
+def stored(module: nn.Module) -> Params:
+    """All that a file of the network must hold, each once."""
+    shared = tied(module)
+    return {name: value for name, value in module.state_dict().items() if name not in shared}
 
 
 def multiply_adds(module: nn.Module, example: Tensor) -> int:

@@ -58,6 +58,7 @@ def session(path: Path) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what goes wrong is raised; it need not be printed too
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises types of its own
@@ -66,7 +67,10 @@ def session(path: Path) -> Any:
 
 def run(session: Any, inputs: np.ndarray) -> np.ndarray:
     """The outputs of a batch."""
-    outputs: np.ndarray = session.run(None, {"input": inputs})[0]
+    try:
+        outputs: np.ndarray = session.run(None, {"input": inputs})[0]
+    except Exception as error:  # onnxruntime raises types of its own
+        raise ModelError(f"onnxruntime cannot run this network: {str(error).strip().splitlines()[0]}") from error
     return outputs
 
 

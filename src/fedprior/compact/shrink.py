@@ -1,16 +1,18 @@
 """The physically smaller network: units that are zero, and everything that reads them, are not there any more.
 
 A unit is gone where its row of the weight, its bias and its norm's affine pair are exactly zero, whatever closed it, so
-this needs a network and no prior. Four things keep it exact:
+this needs a network and no prior. Five things keep it exact and small:
 
 - Channels that are added (a residual connection) must stay the same channels, so one is removed only where every layer
   that adds to it has closed it; elsewhere the row of zeros stays.
 - A norm's statistics count the zeros of a closed unit: see `PrunedNorm`.
+- A weight that stands in two places is stored once, which saves more than its closed units would: it stays as it is.
 - A linear layer may read only some of the columns that a flattened channel feeds (gates on inputs): it selects them.
 - The smaller network is run beside the original before it is returned.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -56,23 +58,31 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
     if not pruned | unread:
         return Compact(module)
     try:
-        found = find_wires(module, example, ungated={name for name, _ in _layers(module)} - pruned)
+        shared = _with_shared_weights(module)
+        found = find_wires(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
         open_ = {
             name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters])
             for name, layer in found.layers.items()
         }
-        left = _channels_left(found, open_, align)
-        small, units = _remove(found, left)
+        left = _channels_left(found, open_, align, shared)
+        small, units = _remove(found, left, shared)
         _check_equal(module, small, example)
     except ModelError as error:
         return Compact(module, {}, f"no unit was removed: {error}")
     stay = sum(int((left[name] & ~open_[name]).sum()) for name in left if open_[name].any())
     added = "closed units stay as zeros: their channels are added to some that are open"
+    added += ", or read by a weight that stands in two places" if shared else ""
     return Compact(small, units, f"{stay:,} {added}" if stay and align == 1 else "")
 
 
 def _layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, (*CONVOLUTIONS, nn.Linear)))
+
+
+def _with_shared_weights(module: nn.Module) -> set[str]:
+    """Modules with a parameter that another one has too."""
+    uses = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    return {name for name, m in module.named_modules() if any(uses[id(p)] > 1 for p in m.parameters(recurse=False))}
 
 
 def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
@@ -81,7 +91,9 @@ def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
     return torch.stack(zero).all(0)
 
 
-def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
+def _remove(
+    found: Wires, left: dict[str, Tensor], shared: set[str]
+) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
     """Shrink the traced copy, operation by operation."""
     selected: dict[str, tuple[int, int]] = {}
     for node in list(found.graph.graph.nodes):
@@ -91,7 +103,7 @@ def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict
             name = str(node.target)
             rows = left[name] if name in found.layers else None
             _shrink_module(found, node, rows, columns)
-            selected |= _select_inputs(found, node)
+            selected |= _select_inputs(found, node) if name not in shared else {}
         elif columns is not None and name_of(node.target) in ("view", "reshape"):
             # Its sizes may be written out as numbers; the walk has found that it flattens, or leaves all as it is.
             _replace_reshape(found, node)
@@ -101,17 +113,24 @@ def _remove(found: Wires, left: dict[str, Tensor]) -> tuple[fx.GraphModule, dict
     return found.graph, {name: (int(left[name].sum()), len(left[name])) for name in lost} | selected
 
 
-def _channels_left(found: Wires, open_: dict[str, Tensor], align: int) -> dict[str, Tensor]:
+def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: set[str]) -> dict[str, Tensor]:
     """For every gated layer which channels stay: layers that are added to each other keep the same ones."""
     together: list[set[str]] = []
     for sources in {wire.sources for wire in found.wires.values() if wire.sources}:
         joined = {*sources}.union(*(group for group in together if group & sources))
         together = [group for group in together if not group & sources] + [joined]
     left: dict[str, Tensor] = {}
-    fixed = _added_to_others(found)
+    fixed = _added_to_others(found).union(
+        *(
+            found.wires[n].sources
+            for node in found.graph.graph.nodes
+            if node.target in shared
+            for n in node.all_input_nodes
+        )
+    )
     for group in together:
         sizes = {len(open_[name]) for name in group}
-        # One channel may be added to many; then all stay.
+        # One channel may be added to many, or read by a weight that must stay as it is; then all stay.
         bound = len(sizes) > 1 or bool(group & fixed)
         keep = None if bound else torch.stack([open_[name] for name in group]).any(0)
         if keep is not None:

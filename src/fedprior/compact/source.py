@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fedprior.compact.construct import construction
+from fedprior.compact.measure import tied
 from fedprior.compact.norm import PrunedNorm
 from fedprior.errors import ModelError
 from fedprior.trees import Params
@@ -18,10 +20,10 @@ TEMPLATE = '''"""{about}
     outputs = model(inputs)       # inputs of shape {shape}
 """
 
-from pathlib import Path
+{imports}from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_model
 from torch import Tensor, nn
 {extra}
 
@@ -38,9 +40,13 @@ class Model(nn.Module):
 def load(folder: Path | str = Path(__file__).parent) -> Model:
     """The network with its weights from model.safetensors."""
     model = Model(){dtype}
-    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    load_model(model, Path(folder) / "model.safetensors")
     return model.eval()
 '''
+
+
+# Names that fx uses for what is no builtin of Python.
+IMPORTS = {"inf": "from math import inf", "nan": "from math import nan", "device": "from torch import device"}
 
 
 class _Tracer(fx.Tracer):
@@ -48,28 +54,40 @@ class _Tracer(fx.Tracer):
         return isinstance(m, PrunedNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
-def to_source(module: nn.Module, example: Tensor, about: str) -> tuple[str, Params]:
-    """The text of `model.py` and the weights that go with it."""
+def in_layers(module: nn.Module) -> tuple[nn.Module, fx.Graph]:
+    """The forward pass as calls of the module's layers."""
     try:
-        graph = _Tracer().trace(module)
+        return module, _Tracer().trace(module)
     except Exception as error:
         raise ModelError(
             f"the model's forward cannot be traced, so it cannot be written as code ({type(error).__name__}: {error}). "
             "Remove control flow that depends on data"
         ) from error
+
+
+def to_source(module: nn.Module, graph: fx.Graph, example: Tensor, about: str) -> tuple[str, Params]:
+    """The text of `model.py` and the weights that go with it."""
     root, lines = _flatten(module, graph)
-    forward = _forward(fx.GraphModule(root, graph))
+    imports, forward = _forward(fx.GraphModule(root, graph))
     norms = any(isinstance(m, PrunedNorm) for m in root.modules())
     dtypes = {p.dtype for p in module.parameters()} - {torch.float32}
+    shared = tied(root)
+    lines += [f"self.{_path(name)} = self.{_path(first)}" for name, first in shared.items()]
     text = TEMPLATE.format(
         about=_quoted(about),
         shape=("batch", *example.shape),
+        imports="".join(f"{line}\n" for line in imports),
         extra="\n\n" + inspect.getsource(PrunedNorm).rstrip() + "\n" if norms else "",
         layers="\n".join(f"        {line}" for line in lines),
         forward="\n".join(f"    {line}".rstrip() for line in forward.splitlines()),
         dtype=f".to({dtypes.pop()})" if dtypes else "",
     )
-    return text, root.state_dict()
+    return text, {name: value for name, value in root.state_dict().items() if name not in shared}
+
+
+def _path(name: str) -> str:
+    """A parameter's name as code: the modules of a list have numbers."""
+    return re.sub(r"\.(\d+)(?=\.)", r"[\1]", name)
 
 
 def _quoted(text: str) -> str:
@@ -112,12 +130,7 @@ def _add(root: nn.Module, name: str, value: Any) -> str:
     """Put a module, parameter or buffer into the root; the code that makes it."""
     if isinstance(value, nn.Module):
         root.add_module(name, value)
-        text, kind = " ".join(repr(value).split()), type(value)
-        if kind is PrunedNorm:
-            return text
-        if getattr(nn, kind.__name__, None) is not kind:
-            raise ModelError(f"a {kind.__name__} is not one of torch.nn's modules, so it cannot be written as code")
-        return f"nn.{text}"
+        return repr(value) if isinstance(value, PrunedNorm) else construction(value)
     if isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
         return f"nn.Parameter(torch.zeros({tuple(value.shape)}, dtype={value.dtype}))"
@@ -125,17 +138,19 @@ def _add(root: nn.Module, name: str, value: Any) -> str:
     return f'self.register_buffer("{name}", torch.zeros({tuple(value.shape)}, dtype={value.dtype}))'
 
 
-def _forward(graph: fx.GraphModule) -> str:
+def _forward(graph: fx.GraphModule) -> tuple[list[str], str]:
+    """The import lines that the forward function needs, and its text."""
     code = graph.graph.python_code("self")
-    foreign = [
-        name for name, value in code.globals.items() if value is not torch and re.search(rf"\b{name}\b", code.src)
+    used = [
+        name
+        for name, value in code.globals.items()
+        if value is not torch and re.search(rf"(?<![.\w]){name}\b", code.src)
     ]
+    foreign = [name for name in used if name not in IMPORTS]
     if foreign:
         raise ModelError(f"the model calls {foreign[0]!r}, which is not part of torch, so it cannot be written as code")
     # fx forgets each value after its last use; a reader can do without.
     lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in code.src.strip().splitlines()]
-    return (
-        "\n".join(line for line in lines if line.strip())
-        .replace(" : torch.Tensor", ": Tensor")
-        .replace("-> torch.Tensor", "-> Tensor")
-    )
+    text = "\n".join(line for line in lines if line.strip())
+    text = text.replace(" : torch.Tensor", ": Tensor").replace("-> torch.Tensor", "-> Tensor")
+    return [IMPORTS[name] for name in sorted(used)], text

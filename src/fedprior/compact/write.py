@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fedprior.compact import onnx
-from fedprior.compact.measure import REPEATS, fastest, multiply_adds, parameters
+from fedprior.compact.measure import REPEATS, fastest, multiply_adds, parameters, stored
+from fedprior.compact.operations import in_operations
 from fedprior.compact.shrink import TOLERANCE, compact
-from fedprior.compact.source import to_source
+from fedprior.compact.source import in_layers, to_source
 from fedprior.errors import ModelError, RunError
 from fedprior.storage import to_bytes
 from fedprior.version import __version__
@@ -34,7 +34,7 @@ def export_module(
 ) -> Description:
     """Write the compact network of a module, checked against the module on these inputs; what model.json says.
 
-    `with_onnx`: None writes model.onnx where the libraries for it are installed. `align` is for model.onnx only.
+    `with_onnx`: None writes model.onnx where that can be done. `align` is for model.onnx only.
     """
     if with_onnx:
         onnx.require()
@@ -45,8 +45,6 @@ def export_module(
     # Nothing is left under the final name unless every check has passed.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         part = Path(temporary)
-        if with_onnx is None:
-            with_onnx = onnx.available()
         description = {"format": FORMAT, **about, **_write(module.eval(), inputs.cpu(), part, about, with_onnx, align)}
         (part / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         target.mkdir(exist_ok=True)
@@ -57,26 +55,29 @@ def export_module(
 
 
 def _write(
-    module: nn.Module, inputs: Tensor, folder: Path, about: Mapping[str, Any], with_onnx: bool, align: int
+    module: nn.Module, inputs: Tensor, folder: Path, about: Mapping[str, Any], with_onnx: bool | None, align: int
 ) -> Description:
     """The files of the network, checked and measured; what there is to say of them."""
     example, expected = inputs[0], _run(module, inputs)
     batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH]
     small = compact(module, example)
-    loaded = _write_torch(small.module, example, folder, about)
-    compared = {"torch": _compared(expected, _run(loaded, inputs), "model.py")}
+    loaded, exact, note = _write_torch(small.module, inputs, expected, folder, about)
+    compared = {"torch": exact}
     sizes = {"dense": _size(module, example), "compact": _size(loaded, example)}
     times = fastest([lambda: module(batch), lambda: loaded(batch)])
     sizes["dense"]["milliseconds"], sizes["compact"]["milliseconds"] = times
-    notes = [small.note] if small.note else []
-    if with_onnx:
-        aligned = compact(module, example, align=align).module
-        onnx.write(aligned, example, folder / "model.onnx")
-        session = onnx.session(folder / "model.onnx")
-        compared["onnx"] = _compared(expected, torch.from_numpy(onnx.run(session, inputs.numpy())), "model.onnx")
-        sizes |= _onnx_sizes(module, aligned, session, example, batch.numpy(), folder / "model.onnx")
-    else:
+    notes = [text for text in (small.note, note) if text]
+    if with_onnx is None and not onnx.available():
         notes.append("no model.onnx; it needs pip install 'fedprior[export]'")
+    elif with_onnx is not False:
+        try:
+            found, measured = _write_onnx(module, inputs, expected, folder / "model.onnx", align)
+            compared["onnx"], sizes = found, sizes | measured
+        except ModelError as error:
+            if with_onnx:
+                raise
+            (folder / "model.onnx").unlink(missing_ok=True)
+            notes.append(f"no model.onnx: {error}")
     return {
         "input_shape": list(example.shape),
         "input_type": str(example.dtype).removeprefix("torch."),
@@ -89,12 +90,27 @@ def _write(
     }
 
 
-def _write_torch(small: nn.Module, example: Tensor, folder: Path, about: Mapping[str, Any]) -> nn.Module:
-    """model.py and model.safetensors, and the network as they give it."""
-    text, weights = to_source(small, example, f"Exported by fedprior {__version__}: {about.get('title', '')}")
-    (folder / "model.py").write_text(text, encoding="utf-8")
-    (folder / "model.safetensors").write_bytes(to_bytes(weights))
-    return load_module(folder)
+def _write_torch(
+    small: nn.Module, inputs: Tensor, expected: Tensor, folder: Path, about: Mapping[str, Any]
+) -> tuple[nn.Module, dict[str, float], str]:
+    """model.py and model.safetensors, the network as they give it, how exact it is, and what there is to say of it."""
+    title, example = f"Exported by fedprior {__version__}: {about.get('title', '')}", inputs[0]
+
+    def written(module: nn.Module, graph: fx.Graph) -> tuple[nn.Module, dict[str, float]]:
+        text, weights = to_source(module, graph, example, title)
+        (folder / "model.py").write_text(text, encoding="utf-8")
+        (folder / "model.safetensors").write_bytes(to_bytes(weights))
+        loaded = load_module(folder)
+        return loaded, _compared(expected, _run(loaded, inputs), "model.py")
+
+    try:
+        return *written(*in_layers(small)), ""
+    except ModelError as error:
+        # Layers are easier to read, but not everything is made of them.
+        try:
+            return *written(*in_operations(small, example)), f"model.py is single operations, not layers: {error}"
+        except ModelError as other:
+            raise ModelError(f"{error}; nor as single operations: {other}") from error
 
 
 def load_module(folder: Path) -> nn.Module:
@@ -129,23 +145,30 @@ def _compared(expected: Tensor, found: Tensor, name: str) -> dict[str, float]:
 def _size(module: nn.Module, example: Tensor) -> dict[str, float]:
     return {
         "parameters": parameters(module),
-        "bytes": len(to_bytes(module.state_dict())),
+        "bytes": len(to_bytes(stored(module))),
         "multiply_adds": multiply_adds(module, example),
     }
 
 
-def _onnx_sizes(
-    dense: nn.Module, small: nn.Module, session: Any, example: Tensor, batch: np.ndarray, path: Path
-) -> dict[str, dict[str, float]]:
-    """Both networks as ONNX; the dense one's file is needed for its numbers only."""
+def _write_onnx(
+    module: nn.Module, inputs: Tensor, expected: Tensor, path: Path, align: int
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """model.onnx; how exact it is, and its sizes and times beside the dense network's, whose file goes again."""
+    example = inputs[0]
+    batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH].numpy()
+    small = compact(module, example, align=align).module
+    onnx.write(small, example, path)
+    session = onnx.session(path)
+    compared = _compared(expected, torch.from_numpy(onnx.run(session, inputs.numpy())), "model.onnx")
     with tempfile.TemporaryDirectory() as temporary:
-        other = Path(temporary) / "dense.onnx"
-        onnx.write(dense, example, other)
+        other = Path(temporary) / "dense.onnx" if parameters(small) < parameters(module) else path
+        if other != path:
+            onnx.write(module, example, other)
         dense_session = onnx.session(other)
         times = fastest([lambda: onnx.run(dense_session, batch), lambda: onnx.run(session, batch)])
-        found = [(dense, other, times[0]), (small, path, times[1])]
+        found = [(module, other, times[0]), (small, path, times[1])]
         numbers = [
             {**_size(module, example), "bytes": file.stat().st_size, "milliseconds": time}
             for module, file, time in found
         ]
-    return {"dense onnx": numbers[0], "compact onnx": numbers[1]}
+    return compared, {"dense onnx": numbers[0], "compact onnx": numbers[1]}
