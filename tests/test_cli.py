@@ -20,8 +20,10 @@ from torch import nn
 import fedprior
 from fedprior import cli, locks
 from fedprior.algorithms import algorithm_settings
+from fedprior.cli import experiments
 from fedprior.repeat import repeat_command
 from fedprior.report import read_run
+from fedprior.reproduce import EXPERIMENTS
 from fedprior.settings import plain
 
 
@@ -461,6 +463,64 @@ def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_r
 
 
 # ---------------------------------------------------------------------- as a program
+
+
+LOADED = """
+import sys
+from fedprior import cli
+sys.argv = ["fedprior", *sys.argv[1:]]
+try:
+    cli.main()
+except SystemExit as exited:
+    assert exited.code == 0, exited.code
+print(*(name for name in ("torch", "numpy", "matplotlib") if name in sys.modules), file=sys.stderr)
+"""
+
+
+def test_version_and_help_come_without_torch():
+    """Which takes seconds."""
+    commands = ("--version", "--help", "algorithms --help", "run --help", "reproduce --help", "export --help")
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, *command.split()], capture_output=True, text=True, check=True
+        )
+        assert done.stderr == "\n", command
+        assert done.stdout
+
+
+def test_help_names_what_there_is():
+    """Written down in the command line, which does not import it."""
+    assert experiments.EXPERIMENTS.split(", ") == list(EXPERIMENTS)
+    assert set(experiments.BASELINES.split(",")) <= set(fedprior.ALGORITHMS)
+
+
+def test_importing_the_package_builds_no_optimiser():
+    """torch loads its compiler for the first one."""
+    code = (
+        "import sys, fedprior; fedprior.run, fedprior.TASKS, fedprior.ALGORITHMS; print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_package_has_all_that_it_names():
+    assert set(fedprior.__all__) <= set(dir(fedprior))
+    for name in fedprior.__all__:
+        assert getattr(fedprior, name) is not None
+    assert fedprior.priors.Gaussian
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fedprior.nothing
+
+
+def test_presets_would_be_accepted_if_they_were_tried():
+    presets = {
+        str(value): value
+        for name in fedprior.ALGORITHMS
+        for value in algorithm_settings(name, {}).values()
+        if isinstance(value, fedprior.Optimiser)
+    }
+    for preset in presets.values():
+        assert fedprior.Optimiser(preset.name, preset.settings) == preset
 
 
 def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_path):

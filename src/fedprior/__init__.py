@@ -6,18 +6,23 @@
 >>> result.summary["global_accuracy"], result.model                           # doctest: +SKIP
 """
 
-from fedprior.algorithms import ALGORITHMS, algorithm
-from fedprior.data import FederatedData
-from fedprior.deploy import evaluate, export
-from fedprior.em import Algorithm
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fedprior.errors import DataError, DivergedError, FedpriorError, ModelError, RunError, SettingError, WireError
-from fedprior.network import Network
-from fedprior.optimisers import Optimiser
-from fedprior.priors import Prior
-from fedprior.runs import resume, run
-from fedprior.simulate import Result
-from fedprior.tasks import TASKS, Task, own_task, task
 from fedprior.version import __version__
+
+if TYPE_CHECKING:
+    from fedprior.algorithms import ALGORITHMS, algorithm
+    from fedprior.data import FederatedData
+    from fedprior.deploy import evaluate, export
+    from fedprior.em import Algorithm
+    from fedprior.network import Network
+    from fedprior.optimisers import Optimiser
+    from fedprior.priors import Prior
+    from fedprior.runs import resume, run
+    from fedprior.simulate import Result
+    from fedprior.tasks import TASKS, Task, own_task, task
 
 __all__ = [
     "ALGORITHMS",
@@ -45,3 +50,36 @@ __all__ = [
     "run",
     "task",
 ]
+
+_HOMES = {
+    "algorithms": ("ALGORITHMS", "algorithm"),
+    "data": ("FederatedData",),
+    "deploy": ("evaluate", "export"),
+    "em": ("Algorithm",),
+    "network": ("Network",),
+    "optimisers": ("Optimiser",),
+    "priors": ("Prior",),
+    "runs": ("resume", "run"),
+    "simulate": ("Result",),
+    "tasks": ("TASKS", "Task", "own_task", "task"),
+}
+"""Which module has what. They import torch, which takes seconds, and are imported when first asked for."""
+
+
+if not TYPE_CHECKING:  # for type checkers, what is not imported above is not there
+
+    def __getattr__(name: str) -> Any:
+        for home, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(import_module(f"fedprior.{home}"), name)
+                return value
+        try:  # as if all modules had been imported
+            return import_module(f"fedprior.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"fedprior.{name}":
+                raise
+            raise AttributeError(f"module 'fedprior' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,8 +13,8 @@ from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, 
 from fedprior.settings import nearest, options_of, resolve
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
-SGD = Optimiser("SGD", {"lr": 0.05})
-ADAM = Optimiser("Adam", {"lr": 1e-3})
+SGD = Optimiser.preset("SGD", lr=0.05)
+ADAM = Optimiser.preset("Adam", lr=1e-3)
 
 
 def gaussian(
@@ -117,9 +117,9 @@ def spike_slab(
     ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
-    local_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-3}),
+    local_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-3),
     server_optimiser: Optimiser | None = ADAM,
-    server_threshold_optimiser: Optimiser = Optimiser("Adamax", {"lr": 1e-2}),
+    server_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-2),
     scaffold: bool = False,
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""

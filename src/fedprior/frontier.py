@@ -20,9 +20,6 @@ from fedprior.specs import Spec
 from fedprior.tasks import task_options
 from fedprior.wire.precision import Wire
 
-SPARSITIES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95)
-WIRES = ("float32", "int8/int4", "int4")
-BASELINES = ("fedavg", "feddrop", "fedl1")
 OWN = "partition_seed"
 """An option of a task that a frontier may have otherwise than the paper's experiment."""
 

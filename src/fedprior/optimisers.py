@@ -57,6 +57,14 @@ class Optimiser:
             raise SettingError(f"{self}: {error}") from error
 
     @classmethod
+    def preset(cls, name: str, **settings: Any) -> "Optimiser":
+        """A default of this package, taken as it is: to try an optimiser loads torch's compiler, seconds at import."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "name", name)
+        object.__setattr__(made, "settings", settings)
+        return made
+
+    @classmethod
     def parse(cls, text: str) -> "Optimiser":
         """From a call as one would write it: `Adam(lr=0.001, betas=(0.9, 0.99))`."""
         try:

@@ -1,22 +1,21 @@
-"""The program `fedprior`: its commands in the order in which its help lists them, its lists, its errors."""
+"""The program `fedprior`: its commands in the order in which its help lists them, its lists, its errors.
 
+torch takes seconds to import. Commands import what they need when they run, so that help comes at once.
+"""
+
+import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from fedprior.algorithms import ALGORITHMS, algorithm_settings, entry
 from fedprior.cli import experiments, results, train
 from fedprior.cli.terminal import console, errors
 from fedprior.errors import FedpriorError
-from fedprior.settings import plain
-from fedprior.simulate import ranks
-from fedprior.tasks import TASKS, task_options
 from fedprior.version import __version__
 
 app = typer.Typer(
@@ -45,6 +44,11 @@ def options(
 
 def tasks_command() -> None:
     """List the tasks."""
+    from rich.table import Table
+
+    from fedprior.settings import plain
+    from fedprior.tasks import TASKS, task_options
+
     table = Table("task", "what", "options")
     for name, build in TASKS.items():
         options = ", ".join(f"{key}={plain(value)}" for key, value in task_options(name, {}).items())
@@ -54,6 +58,12 @@ def tasks_command() -> None:
 
 def algorithms_command() -> None:
     """List the algorithms: prior, M-step and settings."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from fedprior.algorithms import ALGORITHMS, algorithm_settings, entry
+    from fedprior.settings import plain
+
     for name in ALGORITHMS:
         settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
         about = f"  prior: {entry(name).prior}  M-step: {entry(name).m_step}"
@@ -65,13 +75,24 @@ for command in (*results.COMMANDS, *train.COMMANDS, *experiments.COMMANDS, tasks
     app.command(command.__name__.removesuffix("_command"))(command)
 
 
+@contextmanager
+def _joined() -> Iterator[None]:
+    """With the others, where `torchrun` has started several of us: they work in silence."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield
+        return
+    from fedprior.simulate import ranks
+
+    with ranks.joined():
+        console.quiet = errors.quiet = not ranks.first()
+        yield
+
+
 def main() -> None:
     """The entry point: errors that are the user's to mend become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
-        # `torchrun` has started several of us: the others work in silence.
-        with ranks.joined():
-            console.quiet = errors.quiet = not ranks.first()
+        with _joined():
             # Accepted anywhere on the line, not only before the command.
             code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from fedprior import frontier
 from fedprior.cli.options import (
     Cohort,
     DataDir,
@@ -21,18 +20,15 @@ from fedprior.cli.options import (
 )
 from fedprior.cli.terminal import bar, console, name_diverged
 from fedprior.errors import DivergedError
-from fedprior.frontier import BASELINES, SPARSITIES, WIRES
-from fedprior.report import pareto
-from fedprior.report.figures import NoMatplotlibError, save
-from fedprior.report.records import group_runs
-from fedprior.reproduce import EXPERIMENTS, read_seeds, reproduce
-from fedprior.simulate import ranks
 
-ALL_SPARSITIES = ",".join(f"{sparsity:g}" for sparsity in SPARSITIES)
+EXPERIMENTS = "cifar10, cifar100, femnist, scaffold, mnist-mini"
+SPARSITIES = "0,0.5,0.7,0.8,0.9,0.95"
+WIRES = "float32,int8/int4,int4"
+BASELINES = "fedavg,feddrop,fedl1"
 
 
 def reproduce_command(
-    experiment: Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)}.")],
+    experiment: Annotated[str, typer.Argument(help=f"{EXPERIMENTS}.")],
     seeds: Annotated[str, typer.Option(help="How many, from 0; or which: 0,1,5.")] = "3",
     methods: Annotated[str | None, typer.Option(help="Labels separated by commas; all if not given.")] = None,
     rounds: Rounds = None,
@@ -48,6 +44,8 @@ def reproduce_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
+    from fedprior.reproduce import read_seeds, reproduce
+
     given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
     given |= pairs(all_settings(set_, data_dir, wire))
     names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
@@ -57,9 +55,9 @@ def reproduce_command(
 
 def frontier_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
-    sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = ALL_SPARSITIES,
-    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = ",".join(WIRES),
-    baselines: Annotated[str, typer.Option(help="Algorithms in full precision, or none.")] = ",".join(BASELINES),
+    sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = SPARSITIES,
+    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = WIRES,
+    baselines: Annotated[str, typer.Option(help="Algorithms in full precision, or none.")] = BASELINES,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     rounds: Rounds = None,
     clients_per_round: Cohort = None,
@@ -76,6 +74,12 @@ def frontier_command(
     Where the paper has the same experiment its points are drawn as crosses. Started again with the same --out, finished
     runs are kept and the others go on.
     """
+    from fedprior import frontier
+    from fedprior.report import pareto
+    from fedprior.report.figures import NoMatplotlibError, save
+    from fedprior.report.records import group_runs
+    from fedprior.simulate import ranks
+
     folder = out or Path("runs") / f"frontier-{task}"
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}

@@ -2,18 +2,14 @@
 
 import csv
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
-from fedprior import deploy
 from fedprior.cli.terminal import console
-from fedprior.compact.predict import predict
-from fedprior.repeat import repeat_command
-from fedprior.report.watch import watch
-from fedprior.report.write import write_report
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHOWN = 20
 
@@ -33,6 +29,9 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
+    from fedprior.repeat import repeat_command
+    from fedprior.report.write import write_report
+
     written, broken = write_report(folders, out, figures_to=figures, tables_to=tables, repeat=repeat_command)
     for one in broken:
         console.print(f"left out: {one.path}: {one.reason}", soft_wrap=True)
@@ -45,6 +44,8 @@ def watch_command(
     once: Annotated[bool, typer.Option("--once", help="Show how things stand, and end.")] = False,
 ) -> None:
     """Follow runs that are trained by another process."""
+    from fedprior.report.watch import watch
+
     watch(run, console, once=once)
 
 
@@ -58,6 +59,8 @@ def export_command(
     ] = 8,
 ) -> None:
     """Write the run's network without its closed units, as plain torch and as ONNX."""
+    from fedprior import deploy
+
     found = deploy.export(run, to, personalise=personalise, onnx=onnx, align=align)
     console.print(_sizes_table(found))
     console.print(f"milliseconds: {found['timing']}")
@@ -80,8 +83,10 @@ def predict_command(
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this CSV file.")] = None,
 ) -> None:
     """Classify images or arrays with an exported model."""
+    from fedprior.compact.predict import predict
+
     found = predict(model, inputs, resize=resize)
-    table = Table("input", "class", "probability", box=box.SIMPLE_HEAD)
+    table = _table("input", "class", "probability")
     for row in found[:SHOWN]:
         table.add_row(row.name, str(row.label), f"{row.probability:.3f}")
     console.print(table)
@@ -104,24 +109,33 @@ def evaluate_command(
     personalise: Client = None,
 ) -> None:
     """Measure a run's network, or with --personalise one client's own beside it."""
+    from fedprior import deploy
+
     found = deploy.evaluate(run, data=data, personalise=personalise)
-    table = Table("model", "examples", "accuracy", "loss", box=box.SIMPLE_HEAD)
+    table = _table("model", "examples", "accuracy", "loss")
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])
     for name, row in models:
         table.add_row(name, f"{found['examples']:,}", f"{100 * row['accuracy']:.2f}%", f"{row['loss']:.4f}")
     console.print(table)
-    classes = Table("class", "right", "of", "accuracy", box=box.SIMPLE_HEAD)
+    classes = _table("class", "right", "of", "accuracy")
     for label, (right, of) in found["by_class"].items():
         classes.add_row(str(label), str(right), str(of), f"{100 * right / of:.1f}%")
     console.print(classes)
 
 
-def _sizes_table(found: dict[str, Any]) -> Table:
+def _table(*columns: str, **options: Any) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    return Table(*columns, box=box.SIMPLE_HEAD, **options)
+
+
+def _sizes_table(found: dict[str, Any]) -> "Table":
     """Before and after, and the ratio of the two."""
     kinds = [("", "dense", "compact")]
     if "dense onnx" in found["sizes"]:
         kinds.append(("ONNX ", "dense onnx", "compact onnx"))
-    table = Table(title=found["title"], title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table(title=found["title"], title_justify="left")
     table.add_column("")
     for column in ("dense", "compact", "left"):
         table.add_column(column, justify="right")

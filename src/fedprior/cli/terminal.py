@@ -2,19 +2,17 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior import sweeps
 from fedprior.errors import DivergedError
-from fedprior.progress import RunProgress
-from fedprior.repeat import repeat_command
-from fedprior.report import markdown_table, summary_table
-from fedprior.report.write import write_report
-from fedprior.simulate import ranks
-from fedprior.specs import Spec
+
+if TYPE_CHECKING:
+    from fedprior.progress import RunProgress
+    from fedprior.specs import Spec
+    from fedprior.sweeps import Outcome
 
 # What is piped to a file need not fit a terminal of 80 columns.
 # Labels and paths are shown as they are, brackets and all.
@@ -22,13 +20,15 @@ console = Console(width=None if sys.stdout.isatty() else 120, markup=False, high
 errors = Console(stderr=True)
 
 
-def bar(group: list[Spec], rounds: int) -> RunProgress:
+def bar(group: "list[Spec]", rounds: int) -> "RunProgress":
     """One bar for specs that train together."""
+    from fedprior.progress import RunProgress
+
     label = group[0].label if len(group) == 1 else f"{group[0].algorithm} × {len(group)}"
     return RunProgress(console, label, rounds)
 
 
-def name_diverged(outcomes: list[tuple[Spec, sweeps.Outcome]]) -> None:
+def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
     """One line each, on stderr."""
     for spec, outcome in outcomes:
         if isinstance(outcome, DivergedError):
@@ -41,6 +41,11 @@ def name_diverged(outcomes: list[tuple[Spec, sweeps.Outcome]]) -> None:
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
     """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
+    from fedprior.repeat import repeat_command
+    from fedprior.report import markdown_table, summary_table
+    from fedprior.report.write import write_report
+    from fedprior.simulate import ranks
+
     console.print(summary_table(summaries))
     if ranks.first():
         (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")

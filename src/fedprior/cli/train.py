@@ -2,14 +2,10 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedprior import runs, sweeps
-from fedprior.algorithms import algorithm as named_algorithm
-from fedprior.algorithms import check_sized, sized
-from fedprior.budget import read_bytes, sparsity_for
 from fedprior.cli.options import (
     Board,
     Budget,
@@ -29,15 +25,13 @@ from fedprior.cli.options import (
     seeds_in,
 )
 from fedprior.cli.terminal import bar, conclude, console, name_diverged
-from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, SettingError
-from fedprior.progress import RunProgress
-from fedprior.report import summary_table
-from fedprior.report.tensorboard import TensorBoard
-from fedprior.simulate import Result, RunFolder, ranks
-from fedprior.simulate.run import Settings
-from fedprior.tasks import Task
-from fedprior.tasks import task as named_task
+
+if TYPE_CHECKING:
+    from fedprior.em import Algorithm
+    from fedprior.simulate import Result
+    from fedprior.simulate.run import Settings
+    from fedprior.tasks import Task
 
 
 def run_command(
@@ -61,6 +55,9 @@ def run_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train one algorithm on one task."""
+    from fedprior import runs
+    from fedprior.report import summary_table
+
     size = asked_size(sparsity, max_parameters, budget)
     if algorithm is None and (size or budget):
         _say_narrow()
@@ -105,6 +102,8 @@ def compare_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train several algorithms on one task and print one table."""
+    from fedprior import runs
+
     size = asked_size(sparsity, max_parameters, budget)
     if algorithms is None and (size or budget):
         _say_narrow()
@@ -139,6 +138,9 @@ def sweep_command(
 
     A sweep that was stopped goes on when it is started again with the same --out.
     """
+    from fedprior import runs, sweeps
+    from fedprior.simulate import RunFolder
+
     chosen = out or runs.unused_folder(Path("runs") / f"sweep-{task}")
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
@@ -153,6 +155,11 @@ def sweep_command(
 
 def resume_command(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Go on where a run was stopped."""
+    from fedprior import runs
+    from fedprior.progress import RunProgress
+    from fedprior.report import summary_table
+    from fedprior.simulate import RunFolder
+
     folder = RunFolder(run)
     about, settings, _, _ = runs.read_config(folder)
     with RunProgress(console, about["label"], settings.rounds) as progress:
@@ -173,8 +180,15 @@ def _run(
     set_: list[str],
     tensorboard: Path | None = None,
     budget: str | None = None,
-) -> list[Result]:
+) -> "list[Result]":
     """Check everything first, then train one after the other."""
+    from fedprior import runs
+    from fedprior.algorithms import algorithm as named_algorithm
+    from fedprior.budget import read_bytes
+    from fedprior.progress import RunProgress
+    from fedprior.report.tensorboard import TensorBoard
+    from fedprior.tasks import task as named_task
+
     for_run, for_task, for_algorithms = runs.sort_settings(pairs(set_), task, names)
     options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
@@ -194,8 +208,11 @@ def _run(
     return results
 
 
-def _stay_within(budget: int, task: Task, own: dict[str, dict[str, Any]], settings: Settings) -> None:
+def _stay_within(budget: int, task: "Task", own: dict[str, dict[str, Any]], settings: "Settings") -> None:
     """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
+    from fedprior.algorithms import check_sized, sized
+    from fedprior.budget import sparsity_for
+
     able = [name for name in own if sized(name)]
     if not able:
         for name in own:
@@ -214,12 +231,16 @@ def _say_narrow() -> None:
     console.print("asked for a size: fednarrow, a network narrowed before training (fedsparse learns its gates, by λ₀)")
 
 
-def _with_sparsity(name: str, task: Task, own: dict[str, Any], sparsity: float) -> Algorithm:
+def _with_sparsity(name: str, task: "Task", own: dict[str, Any], sparsity: float) -> "Algorithm":
+    from fedprior.algorithms import algorithm as named_algorithm
+
     return named_algorithm(name, task.network, **{**own, "sparsity": sparsity})
 
 
 def _check_unused(folders: list[Path]) -> None:
     """Before anything is computed; of several ranks only the first makes folders."""
+    from fedprior.simulate import RunFolder, ranks
+
     for folder in folders if ranks.first() else []:
         RunFolder(folder).check_unused()
 
