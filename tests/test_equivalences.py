@@ -82,8 +82,9 @@ def test_fedprox_is_the_gaussian_prior_with_that_precision() -> None:
                     assert p.grad is not None
                     p -= 0.1 * (p.grad + mu * (p - w))
         results.append({name: p.detach() for name, p in model.named_parameters()})
-    mean = {name: torch.stack([r[name] for r in results]).mean(0) for name in results[0]}
-    assert_same(ours, mean)
+    sizes = [task.data.train.size(client) for client in cohort]
+    pairs = list(zip(sizes, results, strict=True))
+    assert_same(ours, {name: sum(n * r[name] for n, r in pairs) / sum(sizes) for name in results[0]})
 
 
 def test_fedavg_is_the_limit_of_small_precision() -> None:

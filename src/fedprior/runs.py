@@ -25,6 +25,8 @@ from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
 RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
+BEFORE = {"weighting": "equal"}
+"""What runs did whose config is older than a setting, where that is not the setting's default."""
 
 
 def run(
@@ -162,7 +164,7 @@ def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, 
     for key, value in about.items():
         if not value:
             raise RunError(f"{folder.config} has no {key!r}")
-    return about, run_settings(config["run"]), config["task"], _present(folder, about, config["algorithm"])
+    return about, run_settings({**BEFORE, **config["run"]}), config["task"], _present(folder, about, config["algorithm"])
 
 
 RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "average")

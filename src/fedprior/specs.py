@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.errors import RunError
 from fedprior.report.records import HERE_ONLY, Broken, read_run
-from fedprior.runs import RUN_OPTIONS, run_settings
+from fedprior.runs import BEFORE, RUN_OPTIONS, run_settings
 from fedprior.settings import plain
 from fedprior.simulate.folder import RunFolder
 from fedprior.tasks import TASKS, task_options
@@ -59,7 +59,7 @@ def differences(
     """
     name, task = expected["run"]["algorithm"], expected["run"]["task"]
     defaults = {
-        "run": {key: option.default for key, option in RUN_OPTIONS.items() if option.default is not None},
+        "run": {key: option.default for key, option in RUN_OPTIONS.items() if option.default is not None} | BEFORE,
         "task": task_options(task, {}) if task in TASKS else {},
         "algorithm": algorithm_settings(name, {}) if name in ALGORITHMS else {},
     }

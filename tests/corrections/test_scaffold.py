@@ -21,9 +21,13 @@ def small_task() -> Task:
     return fedprior.own_task(model, data, classes=3, batch_size=4, clients_per_round=2, rounds=5, evaluate_every=5)
 
 
-def naive_scaffold(rounds: int, lr: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Algorithm 1 of Karimireddy et al., option II, with η_g = 1, written for one model on lists of tensors."""
+def naive_scaffold(rounds: int, lr: float, weighting: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Algorithm 1 of Karimireddy et al., option II, with η_g = 1, written for one model on lists of tensors.
+
+    Client i counts p_i: 1/4 as in the paper, or its share of the 32 examples.
+    """
     task, count = small_task(), 4
+    p_i = [1 / 4] * 4 if weighting == "equal" else [6 / 32, 9 / 32, 13 / 32, 4 / 32]
     model = task.network.module
     x = [p.detach().clone() for p in model.parameters()]
     c = [torch.zeros_like(p) for p in x]
@@ -49,16 +53,19 @@ def naive_scaffold(rounds: int, lr: float) -> tuple[list[torch.Tensor], list[tor
             moves.append([b - a for a, b in zip(x, y, strict=True)])
             changes.append([a - b for a, b in zip(new, c_i[i], strict=True)])
             c_i[i] = new
-        x = [a + sum(m[j] for m in moves) / 2 for j, a in enumerate(x)]
-        c = [a + sum(d[j] for d in changes) / count for j, a in enumerate(c)]
+        here = sum(p_i[i] for i in cohort)
+        x = [a + sum(p_i[i] / here * m[j] for i, m in zip(cohort, moves, strict=True)) for j, a in enumerate(x)]
+        c = [a + sum(p_i[i] * d[j] for i, d in zip(cohort, changes, strict=True)) for j, a in enumerate(c)]
     return x, c
 
 
-def test_scaffold_is_option_ii_of_the_paper() -> None:
+@pytest.mark.parametrize("weighting", ["equal", "examples"])
+@pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
+def test_scaffold_is_option_ii_of_the_paper(mode: str, weighting: str) -> None:
     task = small_task()
     chosen = fedprior.algorithm("scaffold", task.network, local_optimiser="SGD(lr=0.2)")
-    server = fedprior.run(task, chosen).simulation.server
-    x, c = naive_scaffold(5, 0.2)
+    server = fedprior.run(task, chosen, mode=mode, weighting=weighting).simulation.server
+    x, c = naive_scaffold(5, 0.2, weighting)
     for ours, theirs in zip(server["weights"].values(), x, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     for ours, theirs in zip(server["control"].values(), c, strict=True):
@@ -135,7 +142,7 @@ def test_scaffold_combines_with_fedsparse(summaries: dict[str, dict[str, float]]
     ["fedprox", "fedadam", "fedsparse", "fedsparse-unstructured", "fedmedian", "fedmix", "feddrop", "fedl1"],
 )
 def test_scaffold_composes_with_every_prior(name: str) -> None:
-    """Vectorised equals in turn, and c stays the mean of all clients' c_s, whatever the gates hold back."""
+    """Vectorised equals in turn, and c stays the mean of all c_s by examples, whatever the gates hold back."""
     lively = {"fedsparse": {"lambda0": 1e-2}, "fedsparse-unstructured": {"lambda0": 1e-2}, "fedl1": {"strength": 0.8}}
     servers = []
     for mode in ("vectorised", "in-turn"):
@@ -145,7 +152,8 @@ def test_scaffold_composes_with_every_prior(name: str) -> None:
         for parameter, c in sim.server["control"].items():
             blank = torch.zeros_like(c)
             held = [sim.memory[i]["control"][parameter] if i in sim.memory else blank for i in range(4)]
-            torch.testing.assert_close(c, torch.stack(held).mean(0), rtol=0, atol=1e-12)
+            mean = (6 * held[0] + 9 * held[1] + 13 * held[2] + 4 * held[3]) / 32
+            torch.testing.assert_close(c, mean, rtol=0, atol=1e-12)
         assert max(float(c.abs().max()) for c in sim.server["control"].values()) > 1e-3
         servers.append(sim.server["weights"])
     for parameter, value in servers[0].items():

@@ -70,6 +70,7 @@ def test_a_plain_npz_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("not needed"))
     task = fedprior.task("cifar10", data_dir=str(tmp_path / "plain"), clients=10)
     assert task.data.x.shape == (200, 3, 32, 32)
+    assert task.defaults["weighting"] == "equal"  # the paper's
     assert sum(task.data.train.size(s) for s in range(10)) == 200
 
 
@@ -101,6 +102,7 @@ def test_cifar100_has_fine_labels_and_pachinko_clients(tmp_path: Path) -> None:
     assert task.data.classes == 100
     assert task.data.clients == 20
     assert [task.data.train.size(s) for s in range(20)] == [10] * 20
+    assert task.defaults["weighting"] == "equal"  # the paper's
 
 
 def test_femnist_has_a_client_a_writer(tmp_path: Path) -> None:
@@ -110,6 +112,7 @@ def test_femnist_has_a_client_a_writer(tmp_path: Path) -> None:
     write(tmp_path / "hub", hub.FEMNIST, "train", images, {"writer_id": writers, "character": labels})
     task = fedprior.task("femnist", data_dir=str(tmp_path / "hub"), test_fraction=0.2)
     assert task.data.clients == 3
+    assert task.defaults["weighting"] == "equal"  # the paper's
     for client in range(3):
         rows = [*task.data.train[client].tolist(), *task.data.test[client].tolist()]
         assert sorted(rows) == [i for i in range(60) if i % 3 == client]

@@ -46,7 +46,9 @@ def test_same_numbers_as_the_simulator(name, wire, make_job, quick, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=path)
     assert torch.equal(server.accuracy.nan_to_num(-1), simulated.accuracy.nan_to_num(-1))
     for ours, theirs in zip(kept, records, strict=True):
-        assert len(ours.pop("clients")) == 3
+        clients = ours.pop("clients")
+        assert len(clients) == 3
+        assert ours.pop("examples") == [(5, 11, 2, 8, 9, 3)[client] for client in clients]
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             counted = key in COUNTED

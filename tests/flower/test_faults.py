@@ -86,6 +86,9 @@ def wrong_numbers(order, reply, draw):
             {"client": 0.5},
             {"floored": [77]},
             {"tested": [1, 2]},
+            {"examples": 0},
+            {"examples": 1_000_001},
+            {"examples": 5.0},
         ]
     )
     return [with_payload(order, reply, payload(reply), **wrong)]
@@ -133,7 +136,7 @@ def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_pat
 
     twin = Server.new(job, RUN)
     turn = twin.begin()
-    twin.close(turn, {client: messages.read_answer(honest.content, client, twin, turn)}, evaluate=False)
+    twin.close(turn, {client: messages.read_answer(honest.content, client, twin, turn, quick)}, evaluate=False)
     assert same(strategy.server.state, twin.state)
 
 

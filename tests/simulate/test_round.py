@@ -67,7 +67,7 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
     server = copy.deepcopy(task.network.module)
     for number in range(1, 7):
         key = keys.fold(keys.key(3), number)
-        states = []
+        states, sizes = [], []
         for client in keys.choose(keys.fold(key, Purpose.COHORT), task.data.clients, 3):
             batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
             local = copy.deepcopy(server).train()
@@ -77,7 +77,9 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 optimiser.step()
             states.append(local.state_dict())
-        server.load_state_dict({name: sum(state[name] for state in states) / 3 for name in states[0]})
+            sizes.append((5, 11, 2, 8, 9, 3)[client])
+        pairs = list(zip(sizes, states, strict=True))  # McMahan et al.: Σ n_s w_s / Σ n_s
+        server.load_state_dict({name: sum(n * state[name] for n, state in pairs) / sum(sizes) for name in states[0]})
 
     result = fedprior.run(small_task(), algorithm, rounds=6, seed=3, epochs=epochs)
     for name, value in server.state_dict().items():
@@ -104,7 +106,7 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
                 (F.cross_entropy(local(batch.x), batch.y) + mu / 2 * drift).backward()
                 optimiser.step()
             states.append(local.state_dict())
-        server.load_state_dict({name: sum(state[name] for state in states) / 2 for name in states[0]})
+        server.load_state_dict({name: (8 * states[0][name] + 6 * states[1][name]) / 14 for name in states[0]})
 
     result = fedprior.run(task, algorithm, rounds=3, epochs=2, clients_per_round=2)
     for name, value in server.state_dict().items():

@@ -38,8 +38,8 @@ class Correction:
         """The client's memory for its next turn, from what it really sent: server and client must not drift apart."""
         return memory
 
-    def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
-        """The server's own update, from stacked uploads of this fraction of all clients."""
+    def absorb(self, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None = None) -> Tree:
+        """The server's own update, from stacked uploads that count by `weight`, this fraction of all clients'."""
         return server
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:

@@ -2,7 +2,10 @@
 
     local step    φ ← φ − η (g + c − c_s)
     client        c_s⁺ = c_s − c + (w − φ*) / (K η),   sends c_s⁺ − c_s
-    server        c ← c + |S|/N · mean of what was sent
+    server        c ← c + Σ_s p_s (c_s⁺ − c_s),   p_s = 1/N, or n_s of all clients' examples
+
+c stays Σ_s p_s c_s: at the end of training all clients stand where it is zero, which is the minimum of the objective
+that the M-step weighs by the same p_s.
 
 K η is how far K steps go down a slope of one, which is more where the local optimiser has momentum.
 The control variates travel with the weights and double the message.
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from fedprior.corrections.base import Correction, Support
 from fedprior.trees import Params, Tree
+from fedprior.weighting import mean
 from fedprior.wire import Layout, Section
 
 NEGLIGIBLE = 2.0**-16
@@ -46,10 +50,11 @@ class Scaffold(Correction):
         """c_s⁺ = c_s + what was sent, so that c stays the mean of all c_s where gates hold something back."""
         return {"control": {name: value + sent["control"][name] for name, value in memory["control"].items()}}
 
-    def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
-        control = {
-            name: server["control"][name] + fraction * value.mean(0) for name, value in uploads["control"].items()
-        }
+    def absorb(self, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None = None) -> Tree:
+        control = {}
+        for name, value in uploads["control"].items():
+            part = fraction.to(value.dtype) if isinstance(fraction, Tensor) else fraction
+            control[name] = server["control"][name] + part * mean(value, weight)
         return {**server, "control": control}
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:

@@ -44,6 +44,11 @@ class Shards:
         """How many rows a client has."""
         return int(self.offsets[client + 1] - self.offsets[client])
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many rows each client has."""
+        return np.diff(self.offsets)
+
     @cached_property
     def distinct(self) -> Tensor:
         """Every row that some client has, once; looked for only once."""

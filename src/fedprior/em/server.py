@@ -1,7 +1,5 @@
 """The M-step at the server."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -9,6 +7,7 @@ from fedprior.em.algorithm import Algorithm
 from fedprior.em.lifting import as_is, gradient_of, lifting
 from fedprior.optimisers import TreeOptimiser
 from fedprior.trees import Tree, clone
+from fedprior.weighting import mean
 
 
 def m_step(
@@ -16,37 +15,52 @@ def m_step(
     server: Tree,
     uploads: Tree,
     optimiser: TreeOptimiser | None,
-    fraction: float = 1.0,
+    fraction: float | Tensor = 1.0,
+    weight: Tensor | None = None,
     *,
     vectorised: bool = False,
 ) -> Tree:
-    """Maximise Σ_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
+    """Maximise Σ_s n_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
 
-    `fraction` is the share of all clients that the uploads are from. Vectorised, everything has a leading dimension of
+    `weight` is n_s, how many examples each upload stands for; None: all count alike. `fraction` is the share of all
+    clients, or of their examples, that the uploads are from. Vectorised, everything has a leading dimension of
     independent runs.
     """
     prior = algorithm.prior
     lift = lifting(vectorised)
+    counted = () if weight is None else (weight,)
 
     def realise(uploads: Tree, server: Tree) -> Tree:
         return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
 
     settle = lift(algorithm.settle) if algorithm.average else as_is
-    absorbed = lift(partial(algorithm.correction.absorb, fraction=fraction))(server, uploads)
+    absorbed = _absorb(algorithm, server, uploads, fraction, weight, vectorised)
     if optimiser is None:
-        solved: Tree = settle(lift(prior.solve)(lift(realise)(uploads, server), absorbed))
+        solved: Tree = settle(lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted))
         return solved
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
-    def objective(variables: Tree, server: Tree, assignments: Tree) -> tuple[Tensor, Tensor]:
+    def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
         values = torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments)
-        return -values.mean(), values
+        return -mean(values, *weight), values
 
     if prior.known_slope:
-        grads = lift(prior.slope)(uploads, server)
+        grads = lift(prior.slope)(uploads, server, *counted)
     else:
-        grads = gradient_of(lift(objective))(variables, server, lift(realise)(uploads, server))[0]
+        grads = gradient_of(lift(objective))(variables, server, lift(realise)(uploads, server), *counted)[0]
     optimiser.load(variables)
     optimiser.step(grads)
     updated: Tree = settle({**server, **clone(optimiser.values)})
     return updated
+
+
+def _absorb(
+    algorithm: Algorithm, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None, vectorised: bool
+) -> Tree:
+    """The correction's part of the M-step. Where all count alike `fraction` is one number for all runs."""
+    absorb = algorithm.correction.absorb
+    if weight is None:
+        absorbed: Tree = lifting(vectorised)(lambda server, uploads: absorb(server, uploads, fraction))(server, uploads)
+    else:
+        absorbed = lifting(vectorised)(absorb)(server, uploads, fraction, weight)
+    return absorbed

@@ -13,8 +13,9 @@ def save(path: Path, server: Server, records: str) -> None:
     """Everything that the next round depends on, and a checksum of the records that led here."""
     moments = server.optimiser.state() if server.optimiser else {}
     tree = {"state": server.state, "moments": moments, "clients": {"accuracy": server.accuracy}}
-    accepted = {"accepted": json.dumps(list(server.accepted.items()))}
-    storage.save(path, FORMAT, storage.Saved(server.run, server.round, server.seconds, records, tree, accepted))
+    known = {"accepted": server.accepted, "examples": server.examples}
+    more = {name: json.dumps(list(numbers.items())) for name, numbers in known.items()}
+    storage.save(path, FORMAT, storage.Saved(server.run, server.round, server.seconds, records, tree, more))
 
 
 def load(path: Path, server: Server) -> str:
@@ -22,11 +23,13 @@ def load(path: Path, server: Server) -> str:
     saved = storage.load(path, FORMAT, server.run)
     with storage.reading(path):
         accepted = dict(json.loads(saved.more["accepted"]))
+        examples = dict(json.loads(saved.more.get("examples", "[]")))
     with storage.fitting(path):
         state = storage.like(server.state, saved.tree["state"], server.root.device)
         accuracy = storage.like(server.accuracy, saved.tree["clients"]["accuracy"])
         if server.optimiser is not None:
             server.optimiser.load_state(storage.moments(saved.tree.get("moments", {})))
-    server.state, server.accuracy, server.accepted = state, accuracy, accepted
+    server.state, server.accuracy = state, accuracy
+    server.accepted, server.examples = accepted, examples
     server.round, server.seconds = saved.round, saved.seconds
     return saved.records

@@ -22,6 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.simulate.run import check_cohort
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
+from fedprior.weighting import check_takes_weight
 
 SIMULATOR_ONLY = ("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every")
 MAY_CHANGE = ("rounds", "evaluate_every", "device")
@@ -49,6 +50,8 @@ class Job:
         check_trainable(self.network.module)
         object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
         check_cohort(self.settings, self.clients)
+        if self.settings.weighting == "examples":
+            check_takes_weight(self.algorithm.prior)
 
     @property
     def schedule(self) -> Schedule:
@@ -95,9 +98,11 @@ class Limits:
     start_seconds: float = 300.0
     """How long to wait for them, and later for `min_replies` of them."""
     poll_seconds: float = 1.0
+    max_examples: int = 1_000_000
+    """The most examples that a client may say it has: with `weighting=examples` its upload counts so many times."""
 
     def __post_init__(self) -> None:
-        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts"):
+        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples"):
             if getattr(self, name) <= 0:
                 raise SettingError(f"{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
         for name in ("min_replies", "wait_for"):

@@ -5,11 +5,13 @@ be unpickled) and one small record of numbers.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedprior.errors import WireError
+from fedprior.flower.job import Limits
 from fedprior.flower.memory import check_run
 from fedprior.flower.node import Answer, Order
 from fedprior.flower.server import Round, Server, Upload
@@ -55,13 +57,14 @@ def payload_bytes(message: Message) -> int:
     return sum(len(array.data) for record in records for array in record.values())
 
 
-def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -> Upload:
+def read_answer(content: RecordDict, client: int, server: Server, turn: Round, limits: Limits) -> Upload:
     """A client's answer, or a WireError."""
     about = numbers(content)
     if about.get("client") != client:
         raise WireError(f"the reply is from client {_short(about.get('client'))}, the node is client {client}")
     if about.get("round") != turn.number:
         raise WireError(f"the reply is of round {_short(about.get('round'))}, expected {turn.number}")
+    examples = _examples(about, limits)
     loss, correct, tested = about.get("loss"), about.get("correct"), about.get("tested")
     if not isinstance(loss, float) or not math.isfinite(loss):
         raise WireError("the reply has no finite loss")
@@ -74,6 +77,7 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -
         raise WireError("the reply names layers that the model does not have")
     return Upload(
         message=server.read(turn, client, _unwrap(content)),
+        examples=examples,
         loss=loss,
         correct=correct,
         tested=tested,
@@ -83,8 +87,8 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round) -
     )
 
 
-def check_introduction(content: RecordDict, server: Server, turn: Round) -> int:
-    """The client that a node says it is, if it speaks of the same model and algorithm."""
+def check_introduction(content: RecordDict, server: Server, turn: Round, limits: Limits) -> tuple[int, int]:
+    """The client that a node says it is and its number of examples, if it speaks of the same model and algorithm."""
     about = numbers(content)
     client = about.get("client")
     if not _whole(client, 0, server.job.clients - 1):
@@ -92,7 +96,17 @@ def check_introduction(content: RecordDict, server: Server, turn: Round) -> int:
     for direction, layout in (("down", turn.down), ("up", turn.up)):
         if about.get(direction) != int.from_bytes(layout.fingerprint, "big", signed=True):
             raise WireError("the node has another model, algorithm or version of fedprior")
-    return client
+    return client, _examples(about, limits)
+
+
+def _examples(about: Mapping[str, Any], limits: Limits) -> int:
+    """How many examples a client says it has; it has some, and may not count for more than the operator allows."""
+    examples = about.get("examples")
+    if not _whole(examples, 1, limits.max_examples):
+        raise WireError(
+            f"the client says it has {_short(examples)} examples, not 1 to max-examples={limits.max_examples}"
+        )
+    return examples
 
 
 def _wrap(data: bytes) -> ArrayRecord:

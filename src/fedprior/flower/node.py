@@ -66,7 +66,7 @@ class Node:
     def introduce(self) -> dict[str, int | float | list[int]]:
         """Who this is, and fingerprints of what it understands and speaks."""
         down, up = (int.from_bytes(layout.fingerprint, "big", signed=True) for layout in (self.down, self.up))
-        return {"client": self.client, "down": down, "up": up}
+        return {"client": self.client, "examples": self.data.train.size(0), "down": down, "up": up}
 
     def respond(self, order: Order) -> Answer:
         """The E-step: exactly what the simulator does for this client in this round."""
@@ -91,6 +91,7 @@ class Node:
         metrics: dict[str, int | float | list[int]] = {
             "client": self.client,
             "round": order.number,
+            "examples": self.data.train.size(0),
             "loss": float(step.loss),
             "correct": int(correct),
             "tested": len(rows) if self.data.labelled else 0,

@@ -17,6 +17,7 @@ from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.server import Record, evaluate, final_model, floored, totals, update
 from fedprior.trees import Tree
 from fedprior.version import __version__
+from fedprior.weighting import share
 from fedprior.workers import Workers
 
 
@@ -24,6 +25,8 @@ class Upload(NamedTuple):
     """A client's answer that was found good."""
 
     message: Tree
+    examples: int
+    """How many examples the client says it has."""
     loss: float
     correct: int
     tested: int
@@ -71,6 +74,8 @@ class Server:
     """Each client's test accuracy with the model it last sent; nan before its first turn."""
     accepted: dict[int, int] = field(default_factory=dict)
     """For every client, the last round in which its upload was used."""
+    examples: dict[int, int] = field(default_factory=dict)
+    """How many examples each client has, of those that have said so."""
     round: int = 0
     seconds: float = 0.0
 
@@ -120,7 +125,9 @@ class Server:
     def close(self, turn: Round, uploads: Mapping[int, Upload], evaluate: bool, seconds: float = 0.0) -> Record:
         """The M-step with what came back, and the round's record."""
         began, job = time.perf_counter(), self.job
-        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]))
+        examples = {client: upload.examples for client, upload in uploads.items()}
+        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
+        self.examples |= examples
         for client, upload in uploads.items():
             self.accepted[client] = turn.number
             if upload.tested:
@@ -129,6 +136,8 @@ class Server:
         losses = [upload.loss for upload in uploads.values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
         record |= {"train_loss": sum(losses) / len(losses), "clients": list(uploads)}
+        if job.settings.weighting == "examples":
+            record["examples"] = list(examples.values())
         kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
         if kept:
             record["floored"] = sorted(kept)
@@ -152,10 +161,14 @@ class Server:
         data = test.to(device) if test is not None else None
         return evaluate(self.job.algorithm, self.state, self.accuracy, workers, data)
 
-    def _m_step(self, turn: Round, uploads: Tree) -> Tree:
+    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
         """The new state; the old one with the old moments if it is not finite, as in the simulator."""
-        fraction = len(next(iter(uploads["weights"].values()))) / self.job.clients
-        return update(self.job.algorithm, turn.server, uploads, self.optimiser, fraction, turn.number)
+        known = {**self.examples, **examples}
+        # Who has not connected yet is taken to have as many as the others.
+        usual = round(sum(known.values()) / len(known))
+        everyone = [known.get(client, usual) for client in range(self.job.clients)]
+        counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
+        return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number)
 
     def model(self) -> nn.Module:
         """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""

@@ -150,7 +150,7 @@ class HardEM(Strategy):
             try:
                 content = _content(reply)
                 self.again[node] = math.inf  # until it is found to be one of us
-                client = messages.check_introduction(content, self.server, self.turn)
+                client, examples = messages.check_introduction(content, self.server, self.turn, self.limits)
                 self.again[node] = time.monotonic() + ASK_AGAIN
                 if client in self.clients.values():
                     # Perhaps the same device after a crash, whose old node Flower has not missed yet.
@@ -161,6 +161,7 @@ class HardEM(Strategy):
             del self.again[node]
             log.info("node %d is client %d", node, client)
             self.clients[node] = client
+            self.server.examples[client] = examples
 
     # ------------------------------------------------------------------ a round
     def configure_train(
@@ -209,7 +210,7 @@ class HardEM(Strategy):
                 if name in answered:
                     raise WireError("a second reply to one message")
                 answered.add(name)
-                found[client] = messages.read_answer(_content(reply), client, self.server, self.turn)
+                found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
             except Exception as error:  # whatever a foreign machine sends, the round goes on with the others
                 self._fault(node, client, error)
                 if reply.has_error() and reply.error.code in GONE:

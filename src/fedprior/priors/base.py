@@ -70,14 +70,17 @@ class Prior(ABC):
         return {"weights": server["weights"]}
 
     @abstractmethod
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        """The closed-form M-step: the server that maximises Σ log p over stacked assignments."""
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """The closed-form M-step: the server that maximises Σ_s n_s log p(φ_s) over stacked assignments.
+
+        `weight` is n_s, how many examples each stands for; None: all count alike. See `weighting.py`.
+        """
 
     known_slope: bool = False
     """Whether `slope` is known in closed form; if not, the M-step differentiates `log_prob`."""
 
-    def slope(self, uploads: Tree, server: Tree) -> Tree:
-        """The gradient of −`log_prob` in the server's variables, averaged over stacked uploads."""
+    def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """The gradient of −`log_prob` in the server's variables, averaged over stacked uploads by `weight`."""
         raise NotImplementedError
 
     def predict(self, server: Tree) -> Params:

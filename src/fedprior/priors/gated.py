@@ -10,20 +10,22 @@ from fedprior.priors.base import Prior, Term
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
+from fedprior.weighting import mean, weighted
 from fedprior.wire import Layout, Section
 
 
-def gated_mean(gating: Gating, assignments: Tree, server: Tree) -> Params:
-    """w = Σ_s z_s φ_s / Σ_s z_s; a weight that no client sent keeps its value."""
+def gated_mean(gating: Gating, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Params:
+    """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s; a weight that no client sent keeps its value."""
     sent = torch.func.vmap(gating.mask)(assignments["gates"])
     means = {}
     for name, values in assignments["weights"].items():
         if name not in sent:
-            means[name] = values.mean(0)
+            means[name] = mean(values, weight)
             continue
-        total = sent[name].sum(0)
-        mean = (sent[name] * values).sum(0) / total.clamp(min=1)
-        means[name] = torch.where(total > 0, mean, server["weights"][name])
+        count = weighted(sent[name], weight)
+        total = count.sum(0)
+        found = (count * values).sum(0) / torch.where(total > 0, total, 1.0)
+        means[name] = torch.where(total > 0, found, server["weights"][name])
     return means
 
 
@@ -91,8 +93,8 @@ class GlobalGates(Gated):
     def temper(self) -> Mapping[str, float]:
         return {"drift": self.precision}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        return {**server, "weights": gated_mean(self.gating, assignments, server)}
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        return {**server, "weights": gated_mean(self.gating, assignments, server, weight)}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
         return {"weights": local["weights"], "gates": packet["gates"]}

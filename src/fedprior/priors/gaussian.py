@@ -15,6 +15,7 @@ from torch import Tensor
 from fedprior.errors import SettingError
 from fedprior.priors.base import Prior, Term
 from fedprior.trees import Params, Tree
+from fedprior.weighting import mean
 from fedprior.wire import Layout, Section
 
 
@@ -42,9 +43,9 @@ class Gaussian(Prior):
     def init(self, params: Params) -> Tree:
         return {"weights": params}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        """w = 1/S Σ_s φ_s."""
-        return {**server, "weights": {name: value.mean(0) for name, value in assignments["weights"].items()}}
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """w = Σ_s n_s φ_s / Σ_s n_s."""
+        return {**server, "weights": {name: mean(value, weight) for name, value in assignments["weights"].items()}}
 
     def downlink(self, server: Tree) -> Layout:
         return dense_layout(server["weights"])

@@ -18,6 +18,7 @@ from fedprior.priors.gated import Gated
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
+from fedprior.weighting import mean
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class GroupLasso(Gated):
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {"weights": server["weights"], "gates": server["open"]}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """The mean, absent groups counting as zero."""
-        return {**server, "weights": {name: value.mean(0) for name, value in assignments["weights"].items()}}
+        return {**server, "weights": {name: mean(value, weight) for name, value in assignments["weights"].items()}}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         gates, floored = self._threshold(local["weights"])

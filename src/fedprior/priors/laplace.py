@@ -16,6 +16,7 @@ from fedprior.errors import SettingError
 from fedprior.priors.base import Prior, Term
 from fedprior.priors.gaussian import dense_layout
 from fedprior.trees import Params, Tree
+from fedprior.weighting import median
 from fedprior.wire import Layout, Section
 
 
@@ -54,12 +55,9 @@ class Laplace(Prior):
     def init(self, params: Params) -> Tree:
         return {"weights": params}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        """The median; of an even number of clients, the middle between the two in the middle."""
-        medians = {}
-        for name, values in assignments["weights"].items():
-            ordered, count = values.sort(0).values, values.shape[0]
-            medians[name] = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """The median by weight; of an even number of clients that count alike, the middle between the middle two."""
+        medians = {name: median(values, weight) for name, values in assignments["weights"].items()}
         return {**server, "weights": medians}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:

@@ -18,6 +18,7 @@ from fedprior.errors import SettingError
 from fedprior.priors.base import Explain, Prior, Term
 from fedprior.priors.gaussian import dense_layout, squared_distance
 from fedprior.trees import Params, Tree
+from fedprior.weighting import weighted
 from fedprior.wire import Layout
 
 
@@ -76,9 +77,9 @@ class Mixture(Prior):
             weights[name] = torch.stack(rows)
         return {"weights": weights}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        """w_k = Σ_s r_sk φ_s / Σ_s r_sk; a component that no client answers to stays where it is."""
-        shares = torch.func.vmap(self.responsibilities, (0, None))(assignments, server)
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """w_k = Σ_s n_s r_sk φ_s / Σ_s n_s r_sk; a component that no client answers to stays where it is."""
+        shares = weighted(torch.func.vmap(self.responsibilities, (0, None))(assignments, server), weight)
         total = shares.sum(0)
         weights = {}
         for name, values in assignments["weights"].items():

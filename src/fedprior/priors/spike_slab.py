@@ -36,6 +36,7 @@ from fedprior.priors.thresholds import (
 )
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
+from fedprior.weighting import mean
 from fedprior.wire import Layout
 
 
@@ -196,11 +197,11 @@ class SpikeSlab(Gated):
             gates = self.gating.all_open(server["weights"])
         return {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
-        weights = gated_mean(self.gating, assignments, server)
+        weights = gated_mean(self.gating, assignments, server, weight)
         edge = min(self.theta_start, 1 - self.theta_start)
-        means = {layer: gate.mean(0) for layer, gate in assignments["gates"].items()}
+        means = {layer: mean(gate, weight) for layer, gate in assignments["gates"].items()}
         theta = self.gating.join(means).clamp(edge, 1 - edge)
         v = self._thresholds(self.gating.detached_norms(weights), (theta / (1 - theta)).log())
         if "age" in server:
@@ -209,7 +210,7 @@ class SpikeSlab(Gated):
 
     known_slope = True
 
-    def slope(self, uploads: Tree, server: Tree) -> Tree:
+    def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill.
 
         A column that was not sent is taken to be the server's, so it adds nothing: z (w − φ_s) is the server's weights
@@ -220,10 +221,10 @@ class SpikeSlab(Gated):
         for name, values in uploads["weights"].items():
             w = server["weights"][name]
             # Difference first: a mean of equal numbers need not equal them, and Adam makes much of the last bit.
-            weights[name] = ((w * sent[name] if name in sent else w) - values).mean(0)
+            weights[name] = mean((w * sent[name] if name in sent else w) - values, weight)
         v = self.gating.join(server["thresholds"])
-        z = torch.func.vmap(self.gating.join)(uploads["gates"]).mean(0)
-        thresholds = (z - self._logits(server, None)[1]) * v.sigmoid() / self.temperature
+        z, theta = torch.func.vmap(self.gating.join)(uploads["gates"]), self._logits(server, None)[1]
+        thresholds = mean(z - theta, weight) * v.sigmoid() / self.temperature
         if self.dense_rounds > 0:
             thresholds = torch.where(without_threshold(v), 0.0, thresholds)
         return {"weights": weights, "thresholds": self.gating.part(thresholds)}

@@ -70,12 +70,12 @@ class Tuned(Prior):
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {**self.of(server).broadcast(server, key), "settings": server["settings"]}
 
-    def solve(self, assignments: Tree, server: Tree) -> Tree:
-        result: Tree = self.of(server).solve(assignments, server)
+    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        result: Tree = self.of(server).solve(assignments, server, weight)
         return result
 
-    def slope(self, uploads: Tree, server: Tree) -> Tree:
-        result: Tree = self.of(server).slope(uploads, server)
+    def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        result: Tree = self.of(server).slope(uploads, server, weight)
         return result
 
     def predict(self, server: Tree) -> Params:

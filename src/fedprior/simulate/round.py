@@ -23,6 +23,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import Cohort, CohortResult, in_turn
 from fedprior.simulate.server import Record, client_diverged, evaluate, floored, update
 from fedprior.trees import Tree
+from fedprior.weighting import Share, share
 from fedprior.workers import Workers
 
 
@@ -57,6 +58,8 @@ class Simulation:
     seconds: float = field(default=0.0)
     arithmetic: str = "tf32"
     """How a GPU multiplies: see `arithmetic.py`."""
+    weighting: str = "examples"
+    """Whether clients count by their `examples` in the M-step, or are `equal`."""
 
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
@@ -73,7 +76,7 @@ class Simulation:
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
         uploads, up = self._send_uploads(result, uplink, spoken)
-        self.server = update(self.algorithm, server, uploads, self.optimiser, self.fraction, number)
+        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share(clients), number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         self.measure(clients, result.correct)
@@ -84,10 +87,10 @@ class Simulation:
         self.seconds += time.perf_counter() - start
         return record
 
-    @property
-    def fraction(self) -> float:
-        """The share of all clients that are in a round."""
-        return self.clients_per_round / self.data.clients
+    def share(self, clients: list[int]) -> Share:
+        """What these clients count for in the M-step."""
+        train = self.data.train
+        return share(self.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
 
     def measure(self, clients: list[int], correct: Tensor) -> None:
         """Note what share of their own test examples these clients get right with the models they sent."""
@@ -167,6 +170,7 @@ def simulation(
     device: torch.device | str = "cpu",
     arithmetic: str = "tf32",
     streamed: bool = False,
+    weighting: str = "examples",
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
     # A copy: the user's module stays where it is, with the weights it has.
@@ -192,6 +196,7 @@ def simulation(
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
         accuracy=torch.full((data.clients,), torch.nan, dtype=torch.float64),
         arithmetic=arithmetic,
+        weighting=weighting,
     )
 
 

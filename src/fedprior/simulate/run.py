@@ -24,6 +24,8 @@ from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
 from fedprior.simulate.server import final_model, totals
 from fedprior.version import __version__
+from fedprior.weighting import KINDS as WEIGHTINGS
+from fedprior.weighting import check_takes_weight
 from fedprior.wire import Wire
 
 Progress = Callable[[Record], None]
@@ -61,6 +63,8 @@ class Settings:
     """Whether int8 and int4 are written in a code of variable length, where that makes a message shorter."""
     messages: str = "auto"
     """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
+    weighting: str = "examples"
+    """What a client counts for in the M-step: its number of `examples`, or all are `equal`, as in the paper."""
     attack: str = "none"
     """What hostile clients do: sign-flip, scale or constant."""
     attackers: float = 0.0
@@ -80,6 +84,8 @@ class Settings:
         if self.data not in ("auto", "device", "host"):
             raise SettingError(f"data must be auto, device or host, got {self.data!r}")
         Wire.of(self.wire)
+        if self.weighting not in WEIGHTINGS:
+            raise SettingError(f"weighting must be {' or '.join(WEIGHTINGS)}, got {self.weighting!r}")
         if self.messages not in ("auto", "encode", "count"):
             raise SettingError(f"messages must be auto, encode or count, got {self.messages!r}")
         if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
@@ -137,6 +143,8 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
     check_cohort(settings, data.clients)
+    if settings.weighting == "examples" and len(set(data.train.sizes)) > 1:
+        check_takes_weight(algorithm.prior)
     device = settings.resolved_device()
     schedule = Schedule(settings.batch_size, settings.epochs, settings.local_steps)
     built = simulation(
@@ -152,6 +160,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         attackers=settings.attackers,
         device=device,
         arithmetic=settings.arithmetic,
+        weighting=settings.weighting,
         streamed=settings.data == "host" or (settings.data == "auto" and not data.fits(device)),
     )
     mode_of(settings.mode, settings.messages, built)  # refuses what cannot be, before anything is written

@@ -16,17 +16,23 @@ from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
 from fedprior.models import Ensemble
 from fedprior.optimisers import TreeOptimiser
 from fedprior.trees import Tree
+from fedprior.weighting import Share
 from fedprior.workers import Workers
 
 Record = dict[str, Any]
 
 
 def update(
-    algorithm: Algorithm, server: Tree, uploads: Tree, optimiser: TreeOptimiser | None, fraction: float, number: int
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    number: int,
 ) -> Tree:
     """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
     moments = optimiser.state() if optimiser else {}
-    updated = m_step(algorithm, server, uploads, optimiser, fraction)
+    updated = m_step(algorithm, server, uploads, optimiser, share.fraction, share.weight)
     if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
         return updated
     if optimiser:

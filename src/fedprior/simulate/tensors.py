@@ -69,7 +69,7 @@ class Index:
         """The runs' shards one after the other; their rows are of one and the same array."""
         before = np.cumsum([0, *(len(shard.rows) for shard in shards[:-1])])
         start = np.concatenate([shard.offsets[:-1] + first for shard, first in zip(shards, before, strict=True)])
-        size = np.concatenate([np.diff(shard.offsets) for shard in shards])
+        size = np.concatenate([shard.sizes for shard in shards])
         rows = torch.cat([shard.rows for shard in shards]) if len(shards) > 1 else shards[0].rows
         return cls(rows, torch.from_numpy(start).to(device), torch.from_numpy(size).to(device))
 

@@ -57,6 +57,8 @@ class Together:
         counts = [sim.data.clients for sim in simulations]
         self.base = torch.tensor([0, *np.cumsum(counts)[:-1]], device=self.device)[:, None]
         self.hostile = torch.cat([sim.hostile for sim in simulations])
+        self.weighs = first.weighting == "examples" and any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
+        self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
         self.blank = first.algorithm.correction.remember(first.network.params())
         self.layouts = first.algorithm.downlink(first.server), first.algorithm.uplink(first.server)
         self.seen: set[Shape] = set()
@@ -161,7 +163,7 @@ class Together:
         uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = finite(uploads, 2) & loss.isfinite()
-        fine_server = self._m_step(server, uploads, fine_clients.all(1))
+        fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients)
         self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
         floored = floored | floor_flags(server, 1) | floor_flags(uploads, 2)
         numbers = Numbers(
@@ -198,13 +200,13 @@ class Together:
         packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard)
         return spoken, {name: part for name, part in packets.items() if name != "floored"}, down, flags
 
-    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor) -> Tensor:
+    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
-        first, moments = self.runs[0], self.optimiser.moments() if self.optimiser else []
+        moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
-        fraction = self.cohort / first.data.clients
-        updated = m_step(self.algorithm, server, uploads, self.optimiser, fraction, vectorised=True)
+        counted = self._share(clients)
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, *counted, vectorised=True)
         fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
         before[0].put(fine, moments)
@@ -217,6 +219,13 @@ class Together:
                 section, name = path.split("/", 1)
                 self.server.setdefault(section, {})[name] = value.clone()
         return fine_server
+
+    def _share(self, clients: Tensor) -> tuple[float | Tensor, Tensor | None]:
+        """What each run's cohort counts for: `Simulation.share`, in tensors."""
+        if not self.weighs:
+            return self.cohort / self.runs[0].data.clients, None
+        weight = self.train.size[clients + self.base].double()
+        return weight.sum(1) / self.examples, weight
 
     def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
         """Where the examples of these clients are: in the resident data, or in what came with the inputs."""

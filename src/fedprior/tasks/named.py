@@ -26,6 +26,8 @@ from fedprior.tasks.loading import hold_out, load, load_femnist, split
 
 # The paper's server optimiser, for every method that it compares.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
+# The paper's M-step is 1/S Σ_s, whatever the clients' sizes.
+EQUAL = {"weighting": "equal"}
 # FedNarrow, which is not the paper's, sends each client half of LeNet-5's neurons: docs/search.md.
 DROPOUT = {name: {"linear_rate": 0.5} for name in ("fednarrow", "fednarrow+scaffold")}
 
@@ -82,7 +84,7 @@ def cifar10(
         dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed)),
         lambda: initialise(lambda: LeNet5(channels=3, side=32, classes=10), init, seed),
         classes=10,
-        defaults={"rounds": 1000, "batch_size": 64, "evaluate_every": 10},
+        defaults={**EQUAL, "rounds": 1000, "batch_size": 64, "evaluate_every": 10},
         algorithms={**dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM), **DROPOUT},
         options=options,
     )
@@ -108,7 +110,7 @@ def cifar100(
         pachinko(images.y, coarse, images.test_y, test_coarse, clients, _either(partition_seed, seed), alpha, beta),
         lambda: initialise(lambda: ResNet20(channels=3, classes=100), init, seed),
         classes=100,
-        defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
+        defaults={**EQUAL, "rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
             **dict.fromkeys(("fedavg", "fedprox", "fedl1"), ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.1, "output_rate": 0.0},
@@ -140,7 +142,7 @@ def femnist(
         Images(x, y, x, y, scale),
         (train, test),
         lambda: initialise(lambda: LeNet5(channels=1, side=28, classes=62), init, seed),
-        defaults={"rounds": 6000, "batch_size": 20, "evaluate_every": 50},
+        defaults={**EQUAL, "rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
             **dict.fromkeys(("fedavg", "fedprox"), ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.2, "linear_rate": 0.4},
@@ -170,7 +172,7 @@ def mnist_scaffold(
         single_class(images.y, images.test_y, clients, _either(partition_seed, seed)),
         lambda: initialise(lambda: LogisticRegression(784, 10), init, seed),
         classes=10,
-        defaults={"rounds": 400, "batch_size": 20, "evaluate_every": 10},
+        defaults={**EQUAL, "rounds": 400, "batch_size": 20, "evaluate_every": 10},
         # The only units feed the output, so the gates are the weights'.
         algorithms={
             name: {"structured": False} for one in ("fedsparse", "fednarrow") for name in (one, f"{one}+scaffold")
