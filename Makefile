@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test deploy format peers clean
+.PHONY: run test mutants deploy format peers clean
 
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse --sparsity 0.8
@@ -12,6 +12,10 @@ test: .venv/tools
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal src tests
+
+# Deliberate mistakes in a copy of the sources: do the tests notice? ONLY=priors runs those of a file or pattern.
+mutants: .venv/tools
+	$(BIN)/python scripts/mutants.py $(ONLY)
 
 # The same algorithm on real machines, all of them this one: a TLS server and three authenticated devices.
 deploy: .venv/tools

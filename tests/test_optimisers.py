@@ -366,3 +366,10 @@ def test_a_state_holds_what_a_checkpoint_can(text):
     state = moving.state()["weights"]
     assert numbers_and_tensors(state)
     assert all(math.isfinite(v) for v in state.values() if not isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("wrong", ["betas=(1.0, 0.9)", "betas=(0.9, 1.0)", "betas=(-0.1, 0.9)", "eps=0.0", "lr=-1.0"])
+def test_yogi_refuses_what_makes_no_average(wrong):
+    with pytest.raises(SettingError):
+        Optimiser.parse(f"Yogi({wrong})")
+    assert Optimiser.parse("Yogi(lr=0.0, betas=(0.0, 0.0))").lr == 0
