@@ -58,7 +58,7 @@ def tasks(monkeypatch, small_task):
         return build
 
     x, y = torch.ones(2, 3), torch.tensor([0, 1])
-    linear, norm = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    linear, norm = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, track_running_stats=False))
     monkeypatch.setitem(fedprior.TASKS, "tiny", tiny)
     monkeypatch.setitem(fedprior.TASKS, "empty-client", bad(linear, (x, y), (x[:0], y[:0])))
     monkeypatch.setitem(fedprior.TASKS, "one-example", bad(linear, (x, y), (x[:1], y[:1])))
@@ -357,7 +357,7 @@ BAD = {
     "empty client": (("run", "empty-client"), "client 1 has no training examples"),
     "one example": (("run", "one-example"), "client 1 has only 1 training example"),
     "label out of range": (("run", "label-range"), "client 1 has the training label 2, but labels run from 0 to 1"),
-    "batch norm": (("run", "batch-norm"), "Use GroupNorm or LayerNorm instead"),
+    "batch norm": (("run", "batch-norm"), "Set track_running_stats=True"),
     "resume nothing": (("resume", "nowhere"), "nowhere is not a run: it has no config.toml"),
     "no command": (("dance",), "dance"),
     "no argument": (("run",), "Missing argument"),

@@ -21,6 +21,7 @@ from fedprior.tasks import own_task
         (LeNet5(1, 16, 4), (1, 16, 16), 4),
         (ResNet20(classes=100), (3, 32, 32), 100),
         (ResNet20(channels=1, classes=7, groups=4), (1, 16, 16), 7),
+        (ResNet20(channels=1, classes=7, norm="batch"), (1, 16, 16), 7),
         (LogisticRegression(784, 10), (1, 28, 28), 10),
         (LogisticRegression(5, 2), (5,), 2),
     ],
@@ -41,6 +42,14 @@ def test_an_examples_output_does_not_depend_on_its_batch(model, shape):
     together = model.train()(x)
     assert torch.allclose(together, torch.cat([model(row[None]) for row in x]), atol=1e-5)
     check_trainable(model)
+
+
+def test_resnet20_has_as_many_parameters_with_either_norm():
+    counts = {norm: sum(p.numel() for p in ResNet20(norm=norm).parameters()) for norm in ("group", "batch")}
+    assert counts == {"group": 278_324, "batch": 278_324}
+    assert not any(isinstance(m, nn.GroupNorm) for m in ResNet20(norm="batch").modules())
+    with pytest.raises(SettingError, match="norm must be group or batch, got 'layer'"):
+        ResNet20(norm="layer")
 
 
 def test_lenet5_is_the_chain_that_the_papers_byte_counts_pin():
@@ -145,19 +154,14 @@ def test_an_unknown_scheme_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("norm", "reason"),
+    ("norm", "reason", "remedy"),
     [
-        (nn.BatchNorm1d(4), "running statistics"),
-        (nn.BatchNorm2d(4), "running statistics"),
-        (nn.BatchNorm3d(4), "running statistics"),
-        (nn.SyncBatchNorm(4), "running statistics"),
-        (nn.BatchNorm2d(4, affine=False), "running statistics"),
-        (nn.BatchNorm2d(4, track_running_stats=False), "other examples of its batch"),
-        (nn.InstanceNorm2d(4, track_running_stats=True), "running statistics"),
+        (nn.BatchNorm2d(4, track_running_stats=False), "stores no statistics", "track_running_stats=True"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "running statistics", "track_running_stats=False"),
     ],
     ids=str,
 )
-def test_batch_statistics_are_refused_with_a_reason_and_an_alternative(norm, reason):
+def test_statistics_without_a_meaning_are_refused_with_a_reason_and_an_alternative(norm, reason, remedy):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(nn.ReLU(), norm))
     with pytest.raises(ModelError) as refusal:
         check_trainable(model)
@@ -165,11 +169,20 @@ def test_batch_statistics_are_refused_with_a_reason_and_an_alternative(norm, rea
     assert "'1.1'" in text
     assert type(norm).__name__ in text
     assert reason in text
-    assert "GroupNorm or LayerNorm" in text
+    assert remedy in text
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm2d(4), nn.Identity()])
-def test_norms_of_one_example_are_welcome(norm):
+NORMS = [nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.InstanceNorm2d(4), nn.Identity()]
+BATCH_NORMS = [
+    nn.BatchNorm1d(4),
+    nn.BatchNorm2d(4, affine=False),
+    nn.BatchNorm3d(4, momentum=None),
+    nn.SyncBatchNorm(4),
+]
+
+
+@pytest.mark.parametrize("norm", [*NORMS, *BATCH_NORMS])
+def test_other_norms_are_welcome(norm):
     check_trainable(nn.Sequential(nn.Conv2d(1, 4, 3), norm))
 
 

@@ -21,7 +21,7 @@ from fedprior.models import Ensemble
 from fedprior.simulate import Result, RunFolder, Simulation, checkpoint
 from fedprior.simulate.batches import ClientBatches
 from fedprior.simulate.run import build
-from fedprior.simulate.server import final_model
+from fedprior.simulate.server import final_model, learned, with_values
 from fedprior.tasks import Task
 
 
@@ -92,12 +92,10 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     spoken = algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
     layout = algorithm.downlink(server)
     packet = wire.restore(algorithm.pack(spoken, layout), layout)
-    memory = sim.memory.get(client, algorithm.correction.remember(sim.network.params()))
+    memory = sim.memory.get(client, algorithm.remember(sim.network.params(), sim.network.statistics()))
     batches = ClientBatches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
     step = e_step(algorithm, sim.network, packet, batches, client_key, memory)
-    module = copy.deepcopy(sim.network.module)
-    module.load_state_dict(prior.realise(step.upload, packet), strict=False)
-    return module.eval()
+    return with_values(copy.deepcopy(sim.network.module), {**prior.realise(step.upload, packet), **step.own})
 
 
 def export(
@@ -128,10 +126,9 @@ def _with_weights(path: Path, module: nn.Module) -> nn.Module:
     whole = copy.deepcopy(module)
     if numbers and not hasattr(module, "members"):
         whole = Ensemble([copy.deepcopy(module) for _ in numbers])
-    expected = {name: p.shape for name, p in whole.named_parameters() if p.requires_grad}
-    if expected != {name: value.shape for name, value in weights.items()}:
+    whole = with_values(whole, weights)
+    if {name: p.shape for name, p in learned(whole).items()} != {name: value.shape for name, value in weights.items()}:
         raise RunError(f"{path} belongs to another network than its config.toml says")
-    whole.load_state_dict(weights, strict=False)
     return whole
 
 

@@ -10,7 +10,11 @@ from fedprior.workers import Workers
 
 
 def accuracy_count(network: Network, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
-    """How many of these examples a model gets right; none where targets are not labels."""
+    """How many of these examples a model gets right; none where targets are not labels.
+
+    A model without statistics of its own uses those of all the examples together.
+    """
+    batch = max(len(y), 1) if network.uses_batch(params) else batch
     total = torch.zeros((), dtype=torch.int64, device=y.device)
     if y.dim() != 1 or y.is_floating_point():
         return total

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedprior import kernels, keys
+from fedprior import batch_norm, kernels, keys
+from fedprior.batch_norm import COUNT, MEAN, VARIANCE, Norm
 from fedprior.trees import Params
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -33,6 +34,8 @@ class Network:
     loss: Loss = cross_entropy
     tied: dict[str, str] = field(init=False)
     """Where a parameter stands a second time, and its name where it stands first."""
+    norms: tuple[Norm, ...] = field(init=False)
+    """The layers that normalise by statistics of their batch in training and by stored ones in evaluation."""
 
     def __post_init__(self) -> None:
         first = {id(p): name for name, p in self.module.named_parameters()}
@@ -43,31 +46,105 @@ class Network:
         )
         tied = {slot: first[id(p)] for slot, p in slots if slot != first[id(p)]}
         object.__setattr__(self, "tied", tied)
+        object.__setattr__(self, "norms", batch_norm.find_norms(self.module))
 
     def params(self) -> Params:
         """A copy of the module's own parameters."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
-        """The module's outputs with other parameters, without dropout."""
+    def statistics(self) -> Params:
+        """A copy of the statistics that the module comes with, and of how many batches they are: 0 says of none."""
+        buffers = dict(self.module.named_buffers())
+        found = {
+            norm.name + part: buffers[norm.name + part].clone() for norm in self.norms for part in (MEAN, VARIANCE)
+        }
+        if not found:
+            return {}
+        some = next(iter(found.values()))
+        known = [buffers.get(f"{norm.name}num_batches_tracked") for norm in self.norms]
+        count = min(0.0 if seen is None else float(seen) for seen in known)
+        return {**found, COUNT: torch.full((), count, dtype=some.dtype, device=some.device)}
+
+    def predict(self, params: Params, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The module's outputs with other parameters, without dropout.
+
+        Statistics that stand among the parameters are used. Where there are none, those of the batch are, without its
+        padding, which has weight zero.
+        """
         self.module.eval()
-        return self._run(params, x)
+        if not self.uses_batch(params):
+            return self._run(params, x)
+        with batch_norm.BatchNorm(self._names({}), weight):
+            return self._run(params, x)
+
+    def uses_batch(self, params: Params) -> bool:
+        """Whether a prediction with these parameters depends on the other examples of its batch."""
+        return bool(self.norms) and self.norms[0].name + MEAN not in params
 
     def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
         """The mean loss of a batch; examples of weight zero are padding."""
-        return _mean(self.training_losses(params, x, y, key), weight)
+        return _mean(self._training_losses(params, x, y, weight, key)[0], weight)
+
+    def training_with_statistics(
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Params]:
+        """The same, and the statistics of the batch, with variances as running averages have them: unbiased."""
+        losses, norm = self._training_losses(params, x, y, weight, key)
+        return _mean(losses, weight), self._found(norm, unbiased=True)
 
     def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         """One loss an example, with dropout drawn from the key."""
+        return self._training_losses(params, x, y, None, key)[0]
+
+    def _training_losses(
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, batch_norm.BatchNorm]:
         self.module.train()
-        # Always on, because `forward` may call dropout as a plain function; it costs next to nothing.
-        with _KeyedDropout(key):
+        for norm in self._modules():  # in training mode they would count batches in a buffer
+            norm.eval()
+        # Always on, because `forward` may call either as a plain function; they cost next to nothing.
+        with _KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
             outputs = self._run(params, x)
-        return self.loss(outputs, y)
+        return self.loss(outputs, y), mode
 
     def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         """The same without dropout."""
-        return _mean(self.loss(self.predict(params, x), y), weight)
+        return _mean(self.loss(self.predict(params, x, weight), y), weight)
+
+    def measure(self, params: Params, statistics: Params, x: Tensor, weight: Tensor | None) -> Params:
+        """The statistics of what reaches each norm: `mean` and `variance`, all layers in one vector.
+
+        The norms before it use `statistics`, as they will in evaluation, or where there are none those of the batch.
+        """
+        self.module.eval()
+        stored = statistics[COUNT] > 0 if statistics else None
+        values = {name: value for name, value in statistics.items() if name != COUNT}
+        with batch_norm.BatchNorm(self._names(values), weight, stored) as mode:
+            self._run({**params, **values}, x)
+        return self._found(mode)
+
+    def _names(self, given: Params) -> dict[int, str]:
+        """Which layer a running mean is of, by its identity, when these statistics are given."""
+        buffers = dict(self.module.named_buffers()) | given if self.norms else {}
+        return {id(buffers[norm.name + MEAN]): norm.name for norm in self.norms}
+
+    def _modules(self) -> list[nn.Module]:
+        return [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    def _found(self, mode: batch_norm.BatchNorm, unbiased: bool = False) -> Params:
+        """What a run has found, all layers in one vector."""
+        if not self.norms:
+            return {}
+        buffers, means, variances = dict(self.module.named_buffers()), [], []
+        for norm in self.norms:
+            # A layer that did not run, as the auxiliary head of some models, has the statistics that it came with.
+            unused = buffers[norm.name + MEAN], buffers[norm.name + VARIANCE], None
+            mean, variance, count = mode.found.get(norm.name, unused)
+            means.append(mean)
+            variances.append(
+                variance * (count / (count - 1).clamp(min=1)) if unbiased and count is not None else variance
+            )
+        return {"mean": torch.cat(means), "variance": torch.cat(variances)}
 
     def _run(self, params: Params, x: Tensor) -> Tensor:
         # torch's own tie_weights leaves the values of this call in a module that is registered under two names

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fedprior.compact.norm import PrunedNorm
 from fedprior.errors import ModelError
-from fedprior.units.operations import CONVOLUTIONS, NORMS
+from fedprior.units.operations import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
 
 
 def read_columns(layer: nn.Linear) -> Tensor:
@@ -40,12 +40,14 @@ def smaller_norm(norm: nn.Module, keep: Tensor, axis: int) -> nn.Module:
     """The norm of the channels that are kept, with the statistics of all."""
     if bool(keep.all()):
         return norm
-    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # an instance norm, which treats each channel alone
-        assert isinstance(norm, NORMS[2:])
+    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # an instance or batch norm, which treats each channel alone
+        assert isinstance(norm, (*INSTANCE_NORMS, *BATCH_NORMS))
         small = copy.deepcopy(norm)
         small.num_features = int(keep.sum())
         if norm.affine:
             small.weight, small.bias = (nn.Parameter(p.detach()[keep]) for p in (norm.weight, norm.bias))
+        if norm.running_mean is not None and norm.running_var is not None:
+            small.running_mean, small.running_var = norm.running_mean[keep], norm.running_var[keep]
         return small
     groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
     kept = [int(part.sum()) for part in keep.chunk(groups)]

@@ -5,7 +5,9 @@ has a leading client dimension; both draw the same random numbers.
 """
 
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.client import Batch, Batches, EStep, Tamper, e_step, local_objective
+from fedprior.em.batches import Batch, Batches
+from fedprior.em.client import EStep, Tamper, e_step, local_objective
 from fedprior.em.server import m_step
+from fedprior.em.statistics import Statistics
 
-__all__ = ["Algorithm", "Batch", "Batches", "EStep", "Tamper", "e_step", "local_objective", "m_step"]
+__all__ = ["Algorithm", "Batch", "Batches", "EStep", "Statistics", "Tamper", "e_step", "local_objective", "m_step"]

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedprior import wire
 from fedprior.corrections import Correction
+from fedprior.em import statistics as norm_statistics
+from fedprior.em.statistics import Statistics
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.priors import Prior
 from fedprior.trees import Params, Tree
@@ -31,6 +34,8 @@ class Algorithm:
     """How precisely its messages travel."""
     average: bool = False
     """Whether the server ships the average of its rounds instead of the last one; nobody is sent it."""
+    statistics: Statistics = field(default_factory=Statistics)
+    """What becomes of the statistics of a network's norms."""
 
     @property
     def vectorises(self) -> bool:
@@ -38,9 +43,14 @@ class Algorithm:
         optimisers = [*self.local.values(), *(self.server or {}).values()]
         return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in optimisers)
 
-    def init(self, params: Params) -> Tree:
-        """The server's state from a dense model."""
+    def init(self, params: Params, statistics: Params | None = None) -> Tree:
+        """The server's state from a dense model, with the statistics that its norms come with."""
         server = {**self.prior.init(params), **self.correction.init(params)}
+        if statistics and self.statistics.kind == "shared":
+            name, several = next(iter(server["weights"].items()))
+            if several.dim() > params[name].dim():
+                statistics = norm_statistics.stacked(statistics, len(several))
+            server = {**server, "statistics": statistics}
         if not self.average:
             return server
         some = next(iter(server["weights"].values()))
@@ -60,9 +70,41 @@ class Algorithm:
         """The models that the server ships, stacked."""
         return self.prior.predict({**server, "weights": server["average"]} if self.average else server)
 
+    def ship(self, server: Tree) -> Params:
+        """The same with the statistics of their norms, where the server has any."""
+        models, known = self.predict(server), server.get("statistics")
+        if known is None:
+            return models
+        several = known if norm_statistics.is_stacked(known) else norm_statistics.stacked(known, 1)
+        return {**models, **norm_statistics.without_count(several)}
+
+    def remember(self, params: Params, statistics: Params) -> Tree:
+        """What a client remembers before its first turn."""
+        kept = {"statistics": statistics} if statistics and self.statistics.kind == "local" else {}
+        return {**self.correction.remember(params), **kept}
+
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """The packet for a client."""
-        return self.with_extra(self.prior.broadcast(server, key), self.correction.broadcast(server))
+        packet = self.with_extra(self.prior.broadcast(server, key), self.correction.broadcast(server))
+        return self.with_statistics(packet, server.get("statistics", {}))
+
+    def with_statistics(self, message: Tree, statistics: Params) -> Tree:
+        """A message with statistics of the units that its gates leave."""
+        if not statistics:
+            return message
+        support = self.prior.support(message["gates"]) if "gates" in message else {}
+        return {**message, "statistics": norm_statistics.masked(statistics, support)}
+
+    def absorb(self, server: Tree, uploads: Tree) -> Tree:
+        """The server with the statistics of a cohort's uploads."""
+        if "statistics" not in server:
+            return server
+        known = server["statistics"]
+        sent = torch.func.vmap(self.prior.support)(uploads["gates"]) if "gates" in uploads else {}
+        answers = torch.func.vmap(self.prior.responsibilities, (0, None)) if norm_statistics.is_stacked(known) else None
+        shares = answers(uploads, server) if answers else None
+        found = norm_statistics.absorb(known, uploads["statistics"], sent, shares, self.statistics.momentum)
+        return {**server, "statistics": found}
 
     def with_extra(self, message: Tree, extra: Tree) -> Tree:
         """A message of the prior with what the correction adds, on the weights that the message's gates leave."""
@@ -78,12 +120,19 @@ class Algorithm:
     def downlink(self, server: Tree) -> Layout:
         """The layout of a packet."""
         layout = self.correction.extend(self.prior.downlink(server), server, self.prior.support)
-        return self.wire.layout(replace(layout, direction="down"))
+        return self.wire.layout(replace(self._extend(layout, server, down=True), direction="down"))
 
     def uplink(self, server: Tree) -> Layout:
         """The layout of an upload."""
         layout = self.correction.extend(self.prior.uplink(server), server, self.prior.support)
-        return self.wire.layout(replace(layout, direction="up"))
+        return self.wire.layout(replace(self._extend(layout, server, down=False), direction="up"))
+
+    def _extend(self, layout: Layout, server: Tree, *, down: bool) -> Layout:
+        """A layout with the statistics that the server has."""
+        if "statistics" not in server:
+            return layout
+        section = norm_statistics.section(server["statistics"], self.prior.support, down=down)
+        return replace(layout, sections={**layout.sections, "statistics": section})
 
     def pack(self, spoken: Tree, layout: Layout) -> Tree:
         """A packet as it travels. Rounding moves its weights; what the prior has tied to them moves along."""

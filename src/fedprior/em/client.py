@@ -1,15 +1,19 @@
 """The E-step at a client, or at all clients of a cohort."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedprior import keys, wire
+from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
+from fedprior.em.batches import Batches, given
 from fedprior.em.lifting import gradient_of, lifting
+from fedprior.em.statistics import Running
 from fedprior.keys import Purpose
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
@@ -19,23 +23,6 @@ from fedprior.wire import Layout
 
 Tamper = Callable[[Tree, Tree], Tree]
 """A hostile client's change to its variables before it commits, given them and its packet."""
-
-
-class Batch(NamedTuple):
-    """One step's examples. Weights are 1, or 0 for padding; none at all means no padding."""
-
-    x: Tensor
-    y: Tensor
-    weight: Tensor | None
-    active: Tensor | None
-    """Whether the client still trains; None: it does."""
-
-
-class Batches(Protocol):
-    """A sequence of batches, which may be made as they are asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, step: int, /) -> Batch: ...
 
 
 class EStep(NamedTuple):
@@ -50,17 +37,30 @@ class EStep(NamedTuple):
     """What the correction keeps for the client's next turn."""
     coded: Tree
     """The upload as it travels, where it is rounded; `upload` is then what the client knows it has said."""
+    own: Params
+    """The client's own statistics of the model that it has sent; none where norms use those of the batch."""
 
 
-def local_objective(algorithm: Algorithm, network: Network) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The client's objective: loss(relax(q)) − Σ temper · log p(expect(q) | packet), and the loss alone."""
+def local_objective(
+    algorithm: Algorithm, network: Network, *, running: bool = False
+) -> Callable[..., tuple[Tensor, tuple[Tensor, Params]]]:
+    """The client's objective: loss(relax(q)) − Σ temper · log p(expect(q) | packet), and the loss alone.
+
+    Beside the loss, if asked, the statistics of the batch.
+    """
     prior = algorithm.prior
 
-    def objective(local: Tree, packet: Tree, batch: Params, draws: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def objective(
+        local: Tree, packet: Tree, batch: Params, draws: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Params]]:
         expected = prior.expect(local, packet)
         params = prior.relax(expected, packet, draws[0])
-        loss = network.training_loss(params, batch["x"], batch["y"], batch.get("weight"), draws[1])
-        return loss - prior.tempered_log_prob(expected, packet), loss
+        examples = batch["x"], batch["y"], batch.get("weight"), draws[1]
+        if running:
+            loss, found = network.training_with_statistics(params, *examples)
+        else:
+            loss, found = network.training_loss(params, *examples), {}
+        return loss - prior.tempered_log_prob(expected, packet), (loss, found)
 
     return objective
 
@@ -85,7 +85,8 @@ def e_step(
     if memory:
         support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
         direction = correction.direction(packet, memory, support)
-    local, loss, path = _descend(algorithm, network, start, packet, batches, key, direction, vectorised)
+    running = _running(algorithm, network, packet, memory)
+    local, loss, path = _descend(algorithm, network, start, packet, batches, key, direction, vectorised, running)
     if tamper:
         local = tamper(local, packet)
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
@@ -94,10 +95,54 @@ def e_step(
     gates = lift(prior.expect)(local, packet)["gates"]
     coded: Tree = {}
     if uplink is not None and uplink.precision is not None:
-        rounding = keys.fold(key, Purpose.ROUNDING)
-        coded = lift(lambda upload, packet, key: wire.quantise(upload, uplink, packet, key))(upload, packet, rounding)
-        upload = {**upload, **lift(lambda coded, packet: wire.restore(coded, uplink, packet))(coded, packet)}
-    return EStep(upload, gates, loss, correction.keep(memory, upload), coded)
+        rounding, rounded = keys.fold(key, Purpose.ROUNDING), _rounded(uplink)
+        coded = lift(lambda upload, packet, key: wire.quantise(upload, rounded, packet, key))(upload, packet, rounding)
+        upload = {**upload, **lift(lambda coded, packet: wire.restore(coded, rounded, packet))(coded, packet)}
+    step = EStep(upload, gates, loss, correction.keep(memory, upload), coded, {})
+    if not network.norms or algorithm.statistics.kind == "batch":
+        return step
+    return _with_statistics(algorithm, network, step, start["weights"], packet, batches, running, lift)
+
+
+def _rounded(uplink: Layout) -> Layout:
+    """What is rounded of an upload: statistics, which come last, are not."""
+    return replace(uplink, sections={name: s for name, s in uplink.sections.items() if name != "statistics"})
+
+
+def _running(algorithm: Algorithm, network: Network, packet: Tree, memory: Tree) -> Running | None:
+    """Running averages that start at the server's or, where clients keep their own, at those."""
+    chosen = algorithm.statistics
+    if not network.norms or chosen.kind == "batch" or chosen.report != "running":
+        return None
+    return Running(
+        network, statistics.one_model(memory["statistics"] if chosen.kind == "local" else packet["statistics"])
+    )
+
+
+def _with_statistics(
+    algorithm: Algorithm,
+    network: Network,
+    step: EStep,
+    received: Params,
+    packet: Tree,
+    batches: Batches,
+    running: Running | None,
+    lift: Callable[[Any], Any],
+) -> EStep:
+    """An E-step with the client's own statistics, which it keeps, or reports with its upload."""
+    if running:
+        own = running.statistics()
+    else:
+        own = statistics.measure(network, lift, lift(algorithm.prior.realise)(step.upload, packet), {}, batches)
+    step = step._replace(own=statistics.without_count(own))
+    if algorithm.statistics.kind == "local":
+        return step._replace(memory={**step.memory, "statistics": own})
+    if algorithm.statistics.report == "received":
+        known = {} if statistics.is_stacked(packet["statistics"]) else packet["statistics"]
+        own = statistics.measure(network, lift, received, known, batches)
+    upload = lift(algorithm.with_statistics)(step.upload, own)
+    coded = {**step.coded, "statistics": upload["statistics"]} if step.coded else {}
+    return step._replace(upload=upload, coded=coded)
 
 
 def _descend(
@@ -109,13 +154,14 @@ def _descend(
     key: Tensor,
     direction: Params,
     vectorised: bool,
+    running: Running | None,
 ) -> tuple[Tree, Tensor, Tensor]:
     """One step a batch down the local objective's gradient, plus `direction`.
 
     Returns the client's variables, its mean loss, and how far its steps would have gone down a slope of one.
     """
     prior, lift = algorithm.prior, lifting(vectorised)
-    gradient = gradient_of(lift(local_objective(algorithm, network)))
+    gradient = gradient_of(lift(local_objective(algorithm, network, running=running is not None)))
     optimiser = TreeOptimiser(algorithm.local, start, len(key) if vectorised else 1)
     local = optimiser.values
     lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
@@ -127,7 +173,7 @@ def _descend(
         batch = batches[step]
         before = clone(local) if batch.active is not None else local
         draws = (relax_keys[..., step], dropout_keys[..., step])
-        grads, loss = gradient(local, packet, _given(batch), draws)
+        grads, (loss, found) = gradient(local, packet, given(batch), draws)
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
@@ -136,24 +182,17 @@ def _descend(
         if batch.active is not None:
             optimiser.load(tree_map(partial(_where, batch.active), local, before))
             taken.append(batch.active)
+        if running:
+            running.add(found, batch)
         losses.append(loss.detach())
     loss, steps = _mean_loss(losses, taken, lr)
     return local, loss, algorithm.local["weights"].path(steps)
 
 
-def _given(batch: Batch) -> Params:
-    """A batch as tensors only, which is what `vmap` takes: without padding there are no weights."""
-    weight = {} if batch.weight is None else {"weight": batch.weight}
-    return {"x": batch.x, "y": batch.y, **weight}
-
-
 def _all(prior: Prior, batches: Batches) -> list[Params]:
     """Every example and its weight, for a prior whose clients look at their data before they start."""
     steps = [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
-    return [
-        _given(b if b.active is None or b.weight is None else b._replace(weight=b.weight * b.active[:, None]))
-        for b in steps
-    ]
+    return [given(batch) | ({} if batch.active is None else {"active": batch.active}) for batch in steps]
 
 
 def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
@@ -163,6 +202,7 @@ def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
         def loss(params: Params, batch: Params) -> tuple[Tensor, Tensor]:
             x, y, weight = batch["x"], batch["y"], batch.get("weight")
             size = torch.full((), len(y), device=y.device) if weight is None else weight.sum()
+            size = size * batch["active"] if "active" in batch else size
             return network.evaluation_loss(params, x, y, weight) * size, size
 
         def explain(params: Params) -> Tensor:

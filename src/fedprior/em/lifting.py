@@ -19,7 +19,7 @@ def as_is(anything: Any) -> Any:
     return anything
 
 
-def gradient_of(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tree, Tensor]]:
+def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
     """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
 
     Lifted to a cohort, the objective has one value a client; no client's value depends on another's variables, so the
@@ -27,7 +27,7 @@ def gradient_of(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...
     has a use for.
     """
 
-    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Tensor]:
+    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
         with torch.enable_grad():
             inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
             value, beside = objective(inputs, *rest)
@@ -35,6 +35,6 @@ def gradient_of(objective: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...
             ones = torch.ones_like(value)
             found = torch.autograd.grad(value, flat, ones, allow_unused=True, materialize_grads=True)
         grads = iter(found)
-        return tree_map(lambda _: next(grads), inputs), beside.detach()
+        return tree_map(lambda _: next(grads), inputs), tree_map(Tensor.detach, beside)
 
     return gradient

@@ -35,6 +35,7 @@ def m_step(
 
     settle = lift(algorithm.settle) if algorithm.average else as_is
     absorbed = _absorb(algorithm, server, uploads, fraction, weight, vectorised)
+    absorbed = lift(algorithm.absorb)(absorbed, uploads)
     if optimiser is None:
         solved: Tree = settle(lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted))
         return solved

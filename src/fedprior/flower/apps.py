@@ -24,7 +24,7 @@ from fedprior.locks import alone_in
 from fedprior.report import summary_table
 from fedprior.runs import unused_folder
 from fedprior.simulate.folder import RunFolder, checksum
-from fedprior.simulate.server import Record
+from fedprior.simulate.server import Record, learned
 from fedprior.specs import differences
 
 log = logging.getLogger("flwr")
@@ -118,7 +118,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
 
         HardEM(server, limits, keep).start(grid)
         summary, model = server.summary(records), server.model()
-        folder.finish(summary, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+        folder.finish(summary, learned(model))
     console = Console(width=120)
     with console.capture() as capture:
         console.print(summary_table([summary]))

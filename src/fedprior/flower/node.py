@@ -60,7 +60,7 @@ class Node:
         classes = job.data.classes if job.data is not None else None
         own = FederatedData.from_clients([data], classes=classes, min_examples=1).to(device)
         # Any server state gives the layouts: they depend on the model and the prior alone.
-        blank = job.algorithm.init(network.params())
+        blank = job.algorithm.init(network.params(), network.statistics())
         return cls(job, client, network, own, folder, job.algorithm.downlink(blank), job.algorithm.uplink(blank))
 
     def introduce(self) -> dict[str, int | float | list[int]]:
@@ -73,7 +73,8 @@ class Node:
         algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
         received = wire.restore(wire.decode(order.packet, self.down, order.number, device), self.down)
         packet = trees.tree_map(trees.channels_last, received)
-        memory = Memory(self.folder, order.run, self.client, algorithm.correction.remember(self.network.params()))
+        blank = algorithm.remember(self.network.params(), self.network.statistics())
+        memory = Memory(self.folder, order.run, self.client, blank)
         remembered = trees.tree_map(trees.channels_last, memory.recall(order.accepted))
         key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
         batches = ClientBatches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
@@ -85,7 +86,7 @@ class Node:
         except WireError as error:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
         rows = self.data.test[0]
-        params = algorithm.prior.realise(step.upload, packet)
+        params = {**algorithm.prior.realise(step.upload, packet), **step.own}
         correct = accuracy_count(self.network, params, self.data.test_x[rows], self.data.test_y[rows])
         kept = floored(step.upload)
         metrics: dict[str, int | float | list[int]] = {

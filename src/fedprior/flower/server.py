@@ -84,7 +84,7 @@ class Server:
         """A server before its first round."""
         device = job.settings.resolved_device()
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
-        state, server = job.algorithm.init(network.params()), job.algorithm.server
+        state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None
         accuracy = torch.full((job.clients,), torch.nan, dtype=torch.float64)
         return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, accuracy)

@@ -9,14 +9,16 @@ from fedprior.errors import ModelError
 def check_trainable(model: nn.Module) -> None:
     """Refuse what federated training cannot give a meaning to, and say what to use instead."""
     for name, module in model.named_modules():
-        batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if batchnorm or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats):
-            why = (
-                "its running statistics are a state that each client's data moves away from the others'"
-                if module.track_running_stats
-                else "it makes an example's output depend on the other examples of its batch"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
+            raise ModelError(
+                f"module {name!r} is a {type(module).__name__} that stores no statistics. "
+                "Set track_running_stats=True; with statistics=batch nothing is stored"
             )
-            raise ModelError(f"module {name!r} is a {type(module).__name__}: {why}. Use GroupNorm or LayerNorm instead")
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+            raise ModelError(
+                f"module {name!r} is a {type(module).__name__}: its running statistics are a state that each client's "
+                "data moves away from the others'. Set track_running_stats=False, or use GroupNorm instead"
+            )
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
             kind = type(module).__name__
             raise ModelError(f"module {name!r} is a {kind}, whose random draws no key controls. Use Dropout instead")

@@ -87,6 +87,10 @@ class Prior(ABC):
         """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
 
+    def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
+        """How much each of the server's models answers for a client: one number a model, 1 in all."""
+        return torch.ones(1)
+
     # ------------------------------------------------------------------ the client
     looks_at_data: bool = False
     """Whether `adopt` calls `explain`, which is otherwise not to be called."""

@@ -82,6 +82,10 @@ class Tuned(Prior):
         result: Params = self.of(server).predict(server)
         return result
 
+    def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
+        result: Tensor = self.of(server).responsibilities(assignment, server)
+        return result
+
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         result: Tree = self.of(packet).adopt(packet, key, explain)
         return result

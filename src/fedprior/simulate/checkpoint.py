@@ -26,7 +26,8 @@ def load(path: Path, simulation: Simulation) -> str:
     with storage.fitting(path):
         server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
         accuracy = storage.like(simulation.accuracy, saved.tree["clients"]["accuracy"])
-        blank = simulation.algorithm.correction.remember(simulation.network.params())
+        network = simulation.network
+        blank = simulation.algorithm.remember(network.params(), network.statistics())
         memory = {int(client): storage.like(blank, found) for client, found in saved.tree.get("memory", {}).items()}
         if simulation.optimiser is not None:
             simulation.optimiser.load_state(storage.moments(saved.tree.get("optimiser", {})))

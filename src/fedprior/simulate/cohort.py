@@ -28,6 +28,8 @@ class CohortResult(NamedTuple):
     memory: Tree
     coded: Tree
     """The uploads as they travel, where they are rounded."""
+    own: dict[str, Tensor]
+    """The clients' own statistics of the models they sent."""
     correct: Tensor
     """Of each client's own test examples, how many its hard assignment gets right."""
 
@@ -65,7 +67,7 @@ def in_turn(
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
         step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper, uplink=cohort.uplink)
         rows = data.test[client]
-        params = algorithm.prior.realise(step.upload, packet)
+        params = {**algorithm.prior.realise(step.upload, packet), **step.own}
         x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
         correct = accuracy_count(network, params, x, y)
         stacked.put(place, (*step, correct))

@@ -53,7 +53,7 @@ class Simulation:
     accuracy: Tensor
     """Each client's test accuracy with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
-    """What the correction remembers of each client that has had a turn."""
+    """What each client that has had a turn remembers: for the correction, and of its own statistics."""
     round: int = 0
     seconds: float = field(default=0.0)
     arithmetic: str = "tf32"
@@ -111,7 +111,7 @@ class Simulation:
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
-        blank = self.algorithm.correction.remember(self.network.params())
+        blank = self.algorithm.remember(self.network.params(), self.network.statistics())
         memories: Tree = trees.stack([self.memory.get(client, blank) for client in clients])
         return memories
 
@@ -176,7 +176,7 @@ def simulation(
     # A copy: the user's module stays where it is, with the weights it has.
     network = replace(network, module=copy.deepcopy(network.module).to(device))
     root = keys.key(seed, device)
-    server = algorithm.init(network.params())
+    server = algorithm.init(network.params(), network.statistics())
     hostile = torch.zeros(data.clients, dtype=torch.bool, device=device)
     hostile[keys.choose(keys.fold(root, Purpose.ATTACK), data.clients, round(attackers * data.clients))] = True
     return Simulation(

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedprior.data import FederatedData
 from fedprior.data.images import Scale
-from fedprior.em import Algorithm
+from fedprior.em import Algorithm, Statistics
 from fedprior.errors import DivergedError, SettingError
 from fedprior.models import check_trainable
 from fedprior.network import Network
@@ -22,7 +22,7 @@ from fedprior.simulate.batches import Schedule
 from fedprior.simulate.engine import MODES, engine, mode_of
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
-from fedprior.simulate.server import final_model, totals
+from fedprior.simulate.server import final_model, learned, totals
 from fedprior.version import __version__
 from fedprior.weighting import KINDS as WEIGHTINGS
 from fedprior.weighting import check_takes_weight
@@ -65,6 +65,14 @@ class Settings:
     """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
     weighting: str = "examples"
     """What a client counts for in the M-step: its number of `examples`, or all are `equal`, as in the paper."""
+    statistics: str = "shared"
+    """Of a network with BatchNorm: `shared` travel and are pooled, `local` stay with each client, `batch`: there are
+    none but those of the batch at hand."""
+    report_statistics: str = "received"
+    """Which of them a client reports: those of the model it `received`, of the one it ends with (`final`), or its
+    `running` averages."""
+    statistics_momentum: float = 1.0
+    """How much of a round's statistics the server takes over."""
     attack: str = "none"
     """What hostile clients do: sign-flip, scale or constant."""
     attackers: float = 0.0
@@ -86,6 +94,7 @@ class Settings:
         Wire.of(self.wire)
         if self.weighting not in WEIGHTINGS:
             raise SettingError(f"weighting must be {' or '.join(WEIGHTINGS)}, got {self.weighting!r}")
+        self.norm_statistics()
         if self.messages not in ("auto", "encode", "count"):
             raise SettingError(f"messages must be auto, encode or count, got {self.messages!r}")
         if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
@@ -102,8 +111,12 @@ class Settings:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
 
     def on_wire(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with messages as precise as these settings say."""
-        return replace(algorithm, wire=Wire.of(self.wire, self.entropy))
+        """The algorithm with messages as precise as these settings say, and with these statistics."""
+        return replace(algorithm, wire=Wire.of(self.wire, self.entropy), statistics=self.norm_statistics())
+
+    def norm_statistics(self) -> Statistics:
+        """What becomes of a network's statistics."""
+        return Statistics(self.statistics, self.report_statistics, self.statistics_momentum)
 
     def resolved_device(self) -> torch.device:
         """The device to run on."""
@@ -205,8 +218,7 @@ class Job:
         module = final_model(sim.algorithm, sim.server, sim.network.module)
         summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
         if self.folder:
-            parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-            self.folder.finish(summary, parameters)
+            self.folder.finish(summary, learned(module))
         path = self.folder.path if self.folder else None
         return Result(self.records, summary, module, self.simulation, path, self.scale)
 

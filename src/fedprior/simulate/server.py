@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fedprior import trees
+from fedprior.batch_norm import MEAN, VARIANCE, find_norms, forget
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm, m_step
 from fedprior.errors import DivergedError
 from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
 from fedprior.models import Ensemble
 from fedprior.optimisers import TreeOptimiser
-from fedprior.trees import Tree
+from fedprior.trees import Params, Tree
 from fedprior.weighting import Share
 from fedprior.workers import Workers
 
@@ -48,7 +49,7 @@ def evaluate(
     server = prior.prune(state)
     models = algorithm.predict(server)
     return {
-        "global_accuracy": ensemble_accuracy(workers, models, data) if data is not None else math.nan,
+        "global_accuracy": ensemble_accuracy(workers, algorithm.ship(server), data) if data is not None else math.nan,
         "local_accuracy": local_accuracy(accuracy),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
@@ -72,13 +73,28 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
 
 def final_model(algorithm: Algorithm, state: Tree, module: nn.Module) -> nn.Module:
     """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-    models = algorithm.predict(algorithm.prior.prune(state))
+    models = algorithm.ship(algorithm.prior.prune(state))
     members = []
     for k in range(len(next(iter(models.values())))):
         member = copy.deepcopy(module)
-        member.load_state_dict(trees.row(models, k), strict=False)
-        members.append(member.eval())
+        members.append(with_values(member, trees.row(models, k)))
     return members[0] if len(members) == 1 else Ensemble(members).eval()
+
+
+def with_values(module: nn.Module, values: Params) -> nn.Module:
+    """A module with these weights and statistics; its norms use those of the batch where there are none."""
+    module.load_state_dict(values, strict=False)
+    for norm in find_norms(module):
+        if norm.name + MEAN not in values:
+            forget(module, norm)
+    return module.eval()
+
+
+def learned(module: nn.Module) -> Params:
+    """What training has made of a module: its parameters, and its norms' statistics."""
+    parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    buffers = dict(module.named_buffers())
+    return parameters | {n.name + part: buffers[n.name + part] for n in find_norms(module) for part in (MEAN, VARIANCE)}
 
 
 def floored(state: Tree) -> set[str]:

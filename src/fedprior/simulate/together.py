@@ -59,7 +59,7 @@ class Together:
         self.hostile = torch.cat([sim.hostile for sim in simulations])
         self.weighs = first.weighting == "examples" and any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
         self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
-        self.blank = first.algorithm.correction.remember(first.network.params())
+        self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
         self.layouts = first.algorithm.downlink(first.server), first.algorithm.uplink(first.server)
         self.seen: set[Shape] = set()
         self.graphs: dict[Shape, Captured] = {}
@@ -157,7 +157,7 @@ class Together:
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1])
         step = train(algorithm, first.network, own, batches, client_keys, memory)
-        correct = self._correct(step.upload, own, *self._examples("test", inputs, flat), shape.tests)
+        correct = self._correct(step, own, *self._examples("test", inputs, flat), shape.tests)
         step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
@@ -235,15 +235,15 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _correct(self, upload: Tree, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _correct(self, step: EStep, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """Of each client's own test examples, how many its hard assignment gets right."""
         if capacity == 0 or not self.runs[0].data.labelled:
             return torch.zeros_like(places.size)
-        params = vmap(self.algorithm.prior.realise)(upload, packet)
+        params = {**vmap(self.algorithm.prior.realise)(step.upload, packet), **step.own}
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
-            outputs = vmap(self.runs[0].network.predict)(params, x[rows])
+            outputs = vmap(self.runs[0].network.predict)(params, x[rows], real)
         return ((outputs.argmax(-1) == y[rows]) & real).sum(1)
 
     # ------------------------------------------------------------------ each run as if alone

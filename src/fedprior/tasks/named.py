@@ -96,19 +96,20 @@ def cifar100(
     clients: int = 500,
     alpha: float = 0.1,
     beta: float = 10.0,
+    norm: str = "group",
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
     partition_seed: int | None = None,
 ) -> Task:
-    """ResNet20 with GroupNorm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
+    """ResNet20 with group or batch norm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
     options = _options(locals())
     images, (coarse, test_coarse) = load(hub.CIFAR100.repository, data_dir, validation)
     return _image_task(
         "cifar100",
         images,
         pachinko(images.y, coarse, images.test_y, test_coarse, clients, _either(partition_seed, seed), alpha, beta),
-        lambda: initialise(lambda: ResNet20(channels=3, classes=100), init, seed),
+        lambda: initialise(lambda: ResNet20(channels=3, classes=100, norm=norm), init, seed),
         classes=100,
         defaults={**EQUAL, "rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={

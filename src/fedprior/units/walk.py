@@ -10,6 +10,7 @@ from fedprior.errors import ModelError
 from fedprior.units.operations import (
     CONVOLUTIONS,
     FLATTENS,
+    INSTANCE_NORMS,
     NORMS,
     ZERO_PRESERVING_MODULES,
     ZERO_PRESERVING_NAMES,
@@ -142,7 +143,7 @@ class Walk:
         if len(wire.sources) != 1 or wire.repeat != 1:
             return self._unknown(f"{what}, which normalises several layers' outputs at once,", [wire])
         affine = [f"{name}.{part}" for part in ("weight", "bias") if getattr(module, part, None) is not None]
-        if not affine and (not isinstance(module, NORMS[2:]) or module.track_running_stats):
+        if not affine and (not isinstance(module, INSTANCE_NORMS) or module.track_running_stats):
             # Without its affine pair a norm shifts a silent channel by the mean of the others, or by a running mean.
             return self._unknown(f"{what} without affine parameters", [wire])
         if any(parameter not in self.own for parameter in affine):
