@@ -15,11 +15,11 @@ from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.errors import DivergedError, RunError, SettingError
+from fedprior.files import write_atomically
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
-from fedprior.storage import write_atomically
 from fedprior.tasks import TASKS, Task, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__

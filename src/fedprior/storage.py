@@ -1,7 +1,6 @@
 """Trees of tensors and numbers on disk: safetensors files, nothing pickled, replaced atomically."""
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fedprior import trees
 from fedprior.errors import RunError
+from fedprior.files import write_atomically
 from fedprior.trees import Params
 
 
@@ -120,16 +120,6 @@ def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 def from_bytes(data: bytes) -> dict[str, Any]:
     """The tree whose leaves were in such a file."""
     return _nested(safetensors.torch.load(data))
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file at once: after a crash there is the old one or the new one, never half of one."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

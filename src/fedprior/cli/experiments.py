@@ -75,6 +75,7 @@ def frontier_command(
     runs are kept and the others go on.
     """
     from fedprior import frontier
+    from fedprior.files import write_atomically
     from fedprior.report import pareto
     from fedprior.report.figures import NoMatplotlibError, save
     from fedprior.report.records import group_runs
@@ -102,7 +103,7 @@ def frontier_command(
     references = frontier.published(found[0])
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
     console.print(pareto.terminal(title, points))
-    (folder / "frontier.md").write_text(pareto.markdown(title, points), encoding="utf-8")
+    write_atomically(folder / "frontier.md", pareto.markdown(title, points))
     paths = [folder / "frontier.md"]
     try:
         paths += save(pareto.draw(points, references), folder, "frontier")

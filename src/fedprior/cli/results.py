@@ -1,6 +1,7 @@
 """The commands for what comes out of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
 
 import csv
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,7 @@ def predict_command(
 ) -> None:
     """Classify images or arrays with an exported model."""
     from fedprior.compact.predict import predict
+    from fedprior.files import write_atomically
 
     found = predict(model, inputs, resize=resize)
     table = _table("input", "class", "probability")
@@ -93,10 +95,11 @@ def predict_command(
     if len(found) > SHOWN:
         console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"))
     if out:
-        with out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["input", "class", "probability"])
-            writer.writerows(found)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(["input", "class", "probability"])
+        writer.writerows(found)
+        write_atomically(out, text.getvalue())
         console.print(str(out))
 
 

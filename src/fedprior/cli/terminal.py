@@ -41,6 +41,7 @@ def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
     """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
+    from fedprior.files import write_atomically
     from fedprior.repeat import repeat_command
     from fedprior.report import markdown_table, summary_table
     from fedprior.report.write import write_report
@@ -48,7 +49,7 @@ def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
 
     console.print(summary_table(summaries))
     if ranks.first():
-        (folder / "table.md").write_text(markdown_table(summaries), encoding="utf-8")
+        write_atomically(folder / "table.md", markdown_table(summaries))
         write_report([folder], folder / "report.html", repeat=repeat_command)
     for name in ("table.md", "report.html"):
         console.print(f"{folder / name}", soft_wrap=True)

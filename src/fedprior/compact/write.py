@@ -15,6 +15,7 @@ from fedprior.compact.operations import in_operations
 from fedprior.compact.shrink import TOLERANCE, compact
 from fedprior.compact.source import in_layers, to_source
 from fedprior.errors import ModelError, RunError
+from fedprior.files import writing
 from fedprior.storage import to_bytes
 from fedprior.version import __version__
 
@@ -41,9 +42,10 @@ def export_module(
     target = folder.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunError(f"{folder} exists; choose another folder (--to)")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        target.parent.mkdir(parents=True, exist_ok=True)
     # Nothing is left under the final name unless every check has passed.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+    with writing(folder), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         part = Path(temporary)
         description = {"format": FORMAT, **about, **_write(module.eval(), inputs.cpu(), part, about, with_onnx, align)}
         (part / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import safetensors
 
 from fedprior import storage, trees
 from fedprior.errors import WireError
+from fedprior.files import write_atomically, writing
 from fedprior.trees import Tree
 
 _RUN = re.compile(r"[0-9a-f]{16}")
@@ -49,8 +50,9 @@ class Memory:
         if not self.blank:
             return
         flat = dict(trees.leaves({str(turn): tree for turn, tree in {**self.turns, number: memory}.items()}))
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        storage.write_atomically(self.path, storage.to_bytes(flat))
+        with writing(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(self.path, storage.to_bytes(flat))
 
     def _load(self) -> dict[int, Tree]:
         """All turns on disk; none where the file is missing, damaged or of another model."""

@@ -4,6 +4,7 @@ Drawn for the width of a paper's column, without pyplot and so without a display
 with the extra `fedprior[report]`.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedprior.errors import FedpriorError
+from fedprior.files import write_atomically, writing
 from fedprior.report.records import Group, Partition
 
 if TYPE_CHECKING:
@@ -112,12 +114,15 @@ def partition_picture(partition: Partition) -> "Figure":
 
 def save(figure: "Figure", folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write a figure in every format; the same records give the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     paths = [folder / f"{name}.{kind}" for kind in formats]
     with figure_style():
         for path, kind in zip(paths, formats, strict=True):
-            figure.savefig(path, metadata=undated.get(kind))
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format=kind, metadata=undated.get(kind))
+            write_atomically(path, drawn.getvalue())
     return paths
 
 

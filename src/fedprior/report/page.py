@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedprior.files import write_atomically, writing
 from fedprior.report.page_data import page_data, span
 from fedprior.report.records import Broken, Group, Run, group_runs
 from fedprior.report.tables import HEADER, cells
@@ -98,8 +99,9 @@ def write_page(
     path: Path, runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[Run], str] | None = None
 ) -> None:
     """The page as a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(runs, broken, repeat), encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, page(runs, broken, repeat))
 
 
 # ---------------------------------------------------------------------- plain HTML

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedprior.files import write_atomically, writing
 from fedprior.report.records import Run
 from fedprior.report.table import COLUMNS, markdown_lines, rows
 from fedprior.report.watch import round_seconds
@@ -70,8 +71,9 @@ def comma_separated(runs: Sequence[Run]) -> str:
 
 def write_tables(folder: Path, runs: Sequence[Run]) -> list[Path]:
     """table.md, table.tex and table.csv."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": markdown(runs), "table.tex": latex(runs), "table.csv": comma_separated(runs)}
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_atomically(folder / name, text)
     return [folder / name for name in texts]

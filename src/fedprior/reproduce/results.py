@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fedprior.errors import RunError
+from fedprior.files import write_atomically, writing
 from fedprior.report import figures
 from fedprior.report.records import HERE_ONLY, Group, Run, find_runs, group_runs
 from fedprior.reproduce import table
@@ -47,10 +48,11 @@ class Results:
             "csv": table.csv(self.experiment, self.groups),
             "tex": table.latex(self.experiment, self.groups),
         }
-        self.out.mkdir(parents=True, exist_ok=True)
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
         paths = [self.out / f"table.{kind}" for kind in texts]
         for path, text in zip(paths, texts.values(), strict=True):
-            path.write_text(text, encoding="utf-8")
+            write_atomically(path, text)
         return paths
 
     def write_figures(self) -> list[Path]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from fedprior import locks
 from fedprior.errors import RunError
-from fedprior.storage import to_bytes, write_atomically
+from fedprior.files import append_line, write_atomically
+from fedprior.storage import to_bytes
 from fedprior.trees import Params
 
 Record = dict[str, Any]
@@ -79,13 +80,11 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """One line a round."""
-        with self.rounds.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(record)) + "\n")
+        append_line(self.rounds, json.dumps(without_nan(record)))
 
     def append_time(self, number: int, seconds: float) -> None:
         """How long a round took: apart from its record, because records are the same on every machine."""
-        with self.times.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"round": number, "seconds": round(seconds, 4)}) + "\n")
+        append_line(self.times, json.dumps({"round": number, "seconds": round(seconds, 4)}))
 
     def records(self) -> list[Record]:
         """All complete lines; a line cut short by a crash is not one."""

@@ -13,6 +13,7 @@ from fedprior.data import FederatedData
 from fedprior.data.images import Scale
 from fedprior.em import Algorithm, Statistics
 from fedprior.errors import DivergedError, SettingError
+from fedprior.files import write_atomically
 from fedprior.models import check_trainable
 from fedprior.network import Network
 from fedprior.simulate import checkpoint, ranks
@@ -210,7 +211,7 @@ class Job:
     def fail(self, error: DivergedError) -> None:
         """Leave beside the records why there will be no more."""
         if self.folder:
-            self.folder.diverged.write_text(f"{error}\n", encoding="utf-8")
+            write_atomically(self.folder.diverged, f"{error}\n")
 
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
