@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import fedprior
 from fedprior.compact import export_module, load_module
+from fedprior.compact.inputs import Reader
 from fedprior.compact.predict import describe, outputs, predict, reader
+from fedprior.data.images import Scale
 from fedprior.errors import DataError, ModelError, RunError
 from fedprior.models import Ensemble, LeNet5, ResNet20
 from fedprior.units import UnitGating, find_structure
@@ -183,6 +185,65 @@ def test_images_and_arrays_give_the_networks_own_predictions(digits, pixels, tmp
     assert one == [found[4]]
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64", ">i2"])
+@pytest.mark.parametrize("shape", [(9, 28, 28), (9, 1, 28, 28), (9, 28, 28, 1)])
+def test_pixels_may_have_their_channel_first_last_or_not_at_all(shape, dtype, digits, pixels, tmp_path: Path) -> None:
+    folder, _, task = digits
+    read, images = reader(describe(folder)), pixels[0][:9].reshape(shape).astype(dtype)
+    torch.testing.assert_close(read.array(images, tmp_path), task.data.test_x[:9])
+    torch.testing.assert_close(read.array(images[3], tmp_path), task.data.test_x[3:4])
+    np.savez(tmp_path / "data.npz", x=images, y=pixels[1][:9])
+    assert torch.equal(read.read([tmp_path / "data.npz"])[1], read.labelled(tmp_path / "data.npz")[0])
+    found = predict(folder, [tmp_path / "data.npz"])
+    assert [row.label for row in found] == outputs(folder, task.data.test_x[:9]).argmax(1).tolist()
+
+
+def test_colours_may_come_first_or_last() -> None:
+    read = Reader((3, 4, 5), torch.float64, Scale((0.5, 0.4, 0.3), (0.5, 0.6, 0.7)))
+    images = np.random.default_rng(0).integers(0, 256, (2, 4, 5, 3), np.uint8)
+    found = read.array(images, Path("x.npy"))
+    assert found.dtype == torch.float64
+    for channel, (mean, deviation) in enumerate(zip(*read.scale, strict=True)):
+        expected = (images[..., channel] / 255 - mean) / deviation
+        np.testing.assert_allclose(found[:, channel].numpy(), expected, atol=1e-6)
+    assert torch.equal(read.array(np.moveaxis(images, -1, 1), Path("x.npy")), found)
+    inputs = found.numpy()
+    assert torch.equal(read.array(inputs, Path("x.npy")), found), "real numbers are inputs as they are"
+    assert torch.equal(read.array(np.moveaxis(inputs, 1, -1), Path("x.npy")), found)
+    with pytest.warns(UserWarning, match="numbers from 0 to 1, taken as inputs as they are; if they are pixels"):
+        read.array(np.moveaxis(images, -1, 1) // 128 * 1.0, Path("x.npy"))
+
+
+def test_networks_of_words_and_of_measurements_read_arrays_alone(tmp_path: Path) -> None:
+    words, numbers = Reader((4,), torch.int64, None), Reader((3,), torch.float32, None)
+    path = Path("x.npy")
+    assert torch.equal(words.array(np.array([[1, 2, 3, 255]], np.uint8), path), torch.tensor([[1, 2, 3, 255]]))
+    assert torch.equal(words.array(np.array([1.0, 2, 3, 4]), path), torch.tensor([[1, 2, 3, 4]]))
+    assert torch.equal(numbers.array(np.array([1, 2, -300]), path), torch.tensor([[1.0, 2, -300]]))
+    with pytest.raises(DataError, match="numbers with fractions; this network reads whole ones"):
+        words.array(np.array([1.5, 2, 3, 4]), path)
+    with pytest.raises(DataError, match="not trained on images; give real numbers"):
+        numbers.array(np.zeros((2, 3), np.uint8), path)
+    (tmp_path / "x.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"not trained on images; give an array \(.npy\)"):
+        numbers.read([tmp_path / "x.png"])
+
+
+@pytest.mark.parametrize("with_onnx", [False, True])
+def test_inputs_that_a_network_cannot_run_on_and_outputs_that_are_no_classes(with_onnx: bool, tmp_path: Path) -> None:
+    if with_onnx:
+        pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    module = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1)).eval()
+    export_module(module, torch.tensor([[1, 2], [3, 4]]), tmp_path / "out", about={}, with_onnx=with_onnx)
+    np.save(tmp_path / "known.npy", np.array([[0, 4]]))
+    np.save(tmp_path / "unknown.npy", np.array([[0, 7]]))
+    with pytest.raises(ModelError, match=r"outputs \(1,\) are no scores of classes.*from model import load"):
+        predict(tmp_path / "out", [tmp_path / "known.npy"])
+    with pytest.raises((DataError, ModelError), match=r"does not run on these inputs|onnxruntime cannot run") as caught:
+        predict(tmp_path / "out", [tmp_path / "unknown.npy"])
+    assert "\n" not in str(caught.value)
+
+
 def test_torch_predicts_the_same_where_there_is_no_onnx(digits, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, module, task = digits
     monkeypatch.setattr("fedprior.compact.onnx.available", lambda: False)
@@ -200,9 +261,23 @@ def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> 
     np.save(tmp_path / "words.npy", np.array(["a", "b"]))
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "colour.npy", np.zeros((2, 28, 28, 3), np.uint8))
+    np.save(tmp_path / "none.npy", np.zeros((0, 28, 28), np.uint8))
+    np.save(tmp_path / "scalar.npy", np.uint8(3))
+    np.save(tmp_path / "bright.npy", np.full((2, 1, 28, 28), 200.0))
+    np.save(tmp_path / "negative.npy", np.full((2, 1, 28, 28), -1))
+    np.save(tmp_path / "objects.npy", np.array([{}], object))
+    np.savez(tmp_path / "several.npz", a=np.zeros((2, 28, 28), np.uint8), b=np.zeros(2))
     for name, words in {
-        "large.png": r"shape \(1, 56, 56\), not \(1, 28, 28\); --resize",
-        "wide.npy": r"shape \(1, 28, 29\)",
+        "large.png": "has 56×56 pixels, not 28×28; --resize",
+        "wide.npy": r"has the shape \(3, 28, 29\), not that of one or many inputs \(1, 28, 28\), channels first",
+        "colour.npy": r"has the shape \(2, 28, 28, 3\)",
+        "none.npy": "holds no inputs",
+        "scalar.npy": r"has the shape \(\)",
+        "bright.npy": r"numbers from 200 to 200, but this network's inputs run from -0\.4\d* to 2\.\d*; give pixels as",
+        "negative.npy": "whole numbers from -1 to -1; pixels run from 0 to 255",
+        "objects.npy": "cannot be read as a numpy file",
+        "several.npz": "holds 2 arrays, none of which is named x",
         "nan.npy": "not finite",
         "words.npy": "<U1 values, not numbers",
         "text.png": "cannot be read as an image",
@@ -210,8 +285,9 @@ def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> 
         "nowhere.png": "does not exist",
         "nowhere.npy": "cannot be read as a numpy file",
     }.items():
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=words) as caught:
             predict(folder, [tmp_path / name])
+        assert "\n" not in str(caught.value)
     assert len(predict(folder, [tmp_path / "large.png"], resize=True)) == 1
     with pytest.raises(RunError, match="not an exported model"):
         predict(tmp_path, [tmp_path / "large.png"])

@@ -1,7 +1,8 @@
 """A user's images and arrays as a network's inputs: the same scale, shape and type as in training."""
 
+import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import BadZipFile
@@ -24,19 +25,19 @@ class Reader(NamedTuple):
     """Of one input."""
     dtype: torch.dtype
     scale: Scale | None
-    """How pixels become inputs; None: only arrays of real numbers can be read."""
+    """How pixels become inputs; None: the network was not trained on images, and only arrays of inputs can be read."""
     resize: bool = False
 
     def read(self, paths: Sequence[Path]) -> tuple[list[str], Tensor]:
-        """Image files, folders of them and .npy arrays, in order, each input with a name."""
+        """Image files, folders of them and arrays (.npy, .npz), in order, each input with a name."""
         names: list[str] = []
         parts: list[Tensor] = []
         for path in paths:
             found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
             if not found:
-                raise DataError(f"{path} holds no images")
+                raise DataError(f"{path} holds no images ({', '.join(IMAGES)})")
             for file in found:
-                inputs = self.array(_load(file), file) if file.suffix.lower() == ".npy" else self.image(file)
+                inputs = self.array(_load(file), file) if file.suffix.lower() in (".npy", ".npz") else self.image(file)
                 names += [str(file)] if len(inputs) == 1 else [f"{file}[{i}]" for i in range(len(inputs))]
                 parts.append(inputs)
         return names, torch.cat(parts)
@@ -57,16 +58,63 @@ class Reader(NamedTuple):
         return inputs, labels
 
     def array(self, values: np.ndarray, path: Path) -> Tensor:
-        """8-bit images, to be scaled, or real numbers, which are inputs already; one or many."""
-        if values.dtype == np.uint8:
-            grey = self.shape[0] == 1
-            stacked = values if values.ndim == (3 if grey else 4) else values[None]
-            return self._scaled(stacked, path)
+        """One input or many: whole numbers are pixels, where the network was trained on images; others are inputs."""
         if values.dtype.kind not in "fiu":
             raise DataError(f"{path} holds {values.dtype} values, not numbers")
-        inputs = torch.from_numpy(np.ascontiguousarray(values, values.dtype.newbyteorder("=")))
-        inputs = inputs if inputs.dim() == len(self.shape) + 1 else inputs.unsqueeze(0)
-        return self._checked(inputs, path)
+        if values.dtype == np.uint8 and self.scale is None and self.dtype.is_floating_point:
+            raise DataError(f"{path} holds pixels, but this network was not trained on images; give real numbers")
+        stacked = self._stacked(values)
+        if stacked is None:
+            where = ", channels first or last" if self.scale else ""
+            raise DataError(f"{path} has the shape {values.shape}, not that of one or many inputs {self.shape}{where}")
+        if not stacked.size:
+            raise DataError(f"{path} holds no inputs")
+        whole = stacked.dtype.kind in "iu"
+        numbers = np.ascontiguousarray(stacked, np.int64 if whole else np.float64)
+        low, high = numbers.min(), numbers.max()
+        if not np.isfinite([low, high]).all():
+            raise DataError(f"{path} holds numbers that are not finite")
+        if whole and self.scale is not None:
+            if low < 0 or high > 255:
+                raise DataError(f"{path} holds whole numbers from {low} to {high}; pixels run from 0 to 255")
+            return self.scale(np.moveaxis(numbers, 1, -1).astype(np.uint8)).to(self.dtype)
+        self._check_range(float(low), float(high), path)
+        if not self.dtype.is_floating_point and not np.array_equal(numbers, np.round(numbers)):
+            raise DataError(f"{path} holds numbers with fractions; this network reads whole ones")
+        return torch.from_numpy(numbers).to(self.dtype)
+
+    def _stacked(self, values: np.ndarray) -> np.ndarray | None:
+        """The array as [N, *shape], wherever its channels are, if its shape allows; None: it is of something else."""
+        ways: list[tuple[tuple[int, ...], Callable[[np.ndarray], np.ndarray]]] = [(self.shape, lambda many: many)]
+        if len(self.shape) == 3 and self.scale is not None:
+            channels, height, width = self.shape
+            ways.append(((height, width, channels), lambda many: np.moveaxis(many, -1, 1)))
+            ways += [((height, width), lambda many: many[:, None])] if channels == 1 else []
+        for shape, arranged in ways:
+            if values.shape[1:] == shape and values.ndim > len(shape):
+                return arranged(values)
+            if values.shape == shape:
+                return arranged(values[None])
+        return None
+
+    def _check_range(self, low: float, high: float, path: Path) -> None:
+        """Refuse real numbers that cannot be inputs, and warn of those that look like pixels."""
+        if self.scale is None:
+            return
+        least = min(-mean / deviation for mean, deviation in zip(*self.scale, strict=True))
+        most = max((1 - mean) / deviation for mean, deviation in zip(*self.scale, strict=True))
+        wide = 5 * (most - least)  # noise may have been added; pixels of 0 to 255 are beyond
+        if low < least - wide or high > most + wide:
+            raise DataError(
+                f"{path} holds numbers from {low:g} to {high:g}, but this network's inputs run from {least:.3g} to "
+                f"{most:.3g}; give pixels as whole numbers of 0 to 255 (uint8), which are scaled"
+            )
+        if low >= 0 and high <= 1 and least < 0:
+            warnings.warn(
+                f"{path} holds numbers from {low:g} to {high:g}, taken as inputs as they are; if they are pixels, give "
+                "them as whole numbers of 0 to 255 (uint8), which are scaled",
+                stacklevel=2,
+            )
 
     def image(self, path: Path) -> Tensor:
         """One image file."""
@@ -76,37 +124,31 @@ class Reader(NamedTuple):
             raise SettingError("reading image files needs Pillow: pip install 'fedprior[export]'") from error
         if not path.is_file():
             raise DataError(f"{path} does not exist")
+        if self.scale is None or len(self.shape) != 3:
+            raise DataError(f"{path} is an image, but this network was not trained on images; give an array (.npy)")
         try:
             with Image.open(path) as file:
                 picture = file.convert("L" if self.shape[0] == 1 else "RGB")
-        except OSError as error:
+        except Exception as error:  # what Pillow raises depends on the format
             raise DataError(f"{path} cannot be read as an image: {error}") from error
         height, width = self.shape[-2:]
-        if picture.size != (width, height) and self.resize:
+        if picture.size != (width, height) and not self.resize:
+            found = f"{picture.size[1]}×{picture.size[0]}"
+            raise DataError(f"{path} has {found} pixels, not {height}×{width}; --resize makes images fit")
+        if picture.size != (width, height):
             picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-        return self._scaled(np.array(picture)[None], path)
-
-    def _scaled(self, images: np.ndarray, path: Path) -> Tensor:
-        if self.scale is None or len(self.shape) != 3:
-            raise DataError(f"{path} holds pixels, but this network was not trained on images; give real numbers")
-        return self._checked(self.scale(images), path)
-
-    def _checked(self, inputs: Tensor, path: Path) -> Tensor:
-        if tuple(inputs.shape[1:]) != self.shape:
-            hint = "; --resize makes images fit" if self.scale else ""
-            raise DataError(f"{path} holds inputs of shape {tuple(inputs.shape[1:])}, not {self.shape}{hint}")
-        inputs = inputs.to(self.dtype)
-        if not bool(inputs.isfinite().all()):
-            raise DataError(f"{path} holds numbers that are not finite")
-        return inputs
+        return self.array(np.array(picture)[None], path)
 
 
 def _load(path: Path) -> np.ndarray:
-    """The array of an .npy file."""
+    """The array of an .npy file, or the inputs of an .npz file."""
     found = _loaded(path)
-    if not isinstance(found, np.ndarray):
-        raise DataError(f"{path} holds several arrays; give one as .npy")
-    return found
+    if not isinstance(found, dict):
+        return found
+    named = [x for x, _ in ARRAYS if x in found] or list(found)
+    if not named or (len(named) > 1 and named[0] not in ("x", "test_x", "test_image")):
+        raise DataError(f"{path} holds {len(found)} arrays, none of which is named x; give the inputs as .npy")
+    return found[named[0]]
 
 
 def _labelled_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +156,9 @@ def _labelled_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
     found = _loaded(path)
     names = next((pair for pair in ARRAYS if isinstance(found, dict) and all(name in found for name in pair)), None)
     if names is None:
-        raise DataError(f"{path} must hold arrays named x and y")
+        has = f"it has {', '.join(found) or 'none'}" if isinstance(found, dict) else "it is a single array"
+        raise DataError(f"{path} must hold arrays named x and y, as np.savez(FILE, x=…, y=…) writes; {has}")
+    assert isinstance(found, dict)
     x, y = found[names[0]], found[names[1]]
     if y.dtype.kind not in "iu":
         raise DataError(f"{path} holds labels that are {y.dtype}, not whole numbers")

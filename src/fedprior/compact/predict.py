@@ -12,7 +12,7 @@ from fedprior.compact import onnx
 from fedprior.compact.inputs import Reader
 from fedprior.compact.write import FORMAT, Description, load_module
 from fedprior.data.images import Scale
-from fedprior.errors import RunError
+from fedprior.errors import DataError, ModelError, RunError
 
 
 class Prediction(NamedTuple):
@@ -57,13 +57,22 @@ def outputs(folder: Path, inputs: Tensor, batch: int = 256) -> Tensor:
         session = onnx.session(folder / "model.onnx")
         return torch.cat([torch.from_numpy(onnx.run(session, part.numpy())) for part in inputs.split(batch)])
     module = load_module(folder)
-    with torch.no_grad():
-        return torch.cat([module(part) for part in inputs.split(batch)])
+    try:
+        with torch.no_grad():
+            return torch.cat([module(part) for part in inputs.split(batch)])
+    except Exception as error:  # such as a word that the embedding does not know
+        raise DataError(f"the network does not run on these inputs ({type(error).__name__}: {error})") from error
 
 
 def predict(folder: Path | str, paths: Sequence[Path | str], *, resize: bool = False) -> list[Prediction]:
     """The likeliest class of every image or array row."""
     folder = Path(folder)
     names, inputs = reader(describe(folder), resize).read([Path(path) for path in paths])
-    probabilities, labels = outputs(folder, inputs).softmax(-1).max(-1)
+    found = outputs(folder, inputs)
+    if found.dim() != 2 or found.shape[1] < 2:
+        raise ModelError(
+            f"the network's outputs {tuple(found.shape[1:])} are no scores of classes, so there is nothing to predict; "
+            f"run it from Python: `from model import load` in {folder}"
+        )
+    probabilities, labels = found.softmax(-1).max(-1)
     return [Prediction(*row) for row in zip(names, labels.tolist(), probabilities.tolist(), strict=True)]
