@@ -28,6 +28,8 @@ class OneGroup:
     def final(self, name: str) -> Estimate:
         return Estimate(self.values.get(name, 0.5), 0.01, 3)
 
+    late = final
+
 
 pairs = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=12)
 

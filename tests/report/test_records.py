@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import fedprior
 import fedprior.report
+from fedprior.late import late
 from fedprior.report.records import Broken, Run, estimate, find_runs, group_runs, read_run
 
 
@@ -208,6 +209,19 @@ def test_nothing_is_found_where_there_is_nothing(tmp_path):
 def test_the_report_sees_records_and_nothing_that_trains():
     for path in Path(fedprior.report.__file__).parent.glob("*.py"):
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
-        assert all(name.startswith(("fedprior.report", "fedprior.errors", "fedprior.version")) for name in imported), (
-            path.name
-        )
+        assert all(
+            name.startswith(("fedprior.report", "fedprior.errors", "fedprior.late", "fedprior.version"))
+            for name in imported
+        ), path.name
+
+
+@pytest.mark.parametrize(
+    ("rounds", "every", "counted"), [(100, 1, [96, 97, 98, 99, 100]), (40, 5, [40]), (60, 7, [60])]
+)
+def test_late_is_the_mean_over_the_evaluations_in_the_last_five_percent(rounds, every, counted):
+    evaluated = [*range(every, rounds, every), rounds]
+    records = [{"round": r, "a": r**2 if r in evaluated else None} for r in range(1, rounds + 1)]
+    assert late(records, "a") == pytest.approx(np.mean([r**2 for r in counted]))
+    assert math.isnan(late(records, "b"))
+    broken = [*records[:-1], {"round": rounds, "a": math.nan}]  # what is no number is no evaluation
+    assert late(broken, "a") == pytest.approx(np.mean([r**2 for r in counted[:-1] or evaluated[-2:-1]]))

@@ -92,7 +92,7 @@ def test_given_settings_reach_the_methods_that_know_them(tmp_path):
     )
     for spec in specs:
         assert (spec.run["batch_size"], spec.run["rounds"]) == ("8", "2")
-        assert spec.task_options == {"alpha": "0.5", **FIXED}
+        assert spec.task_options == {"alpha": "0.5", "pixels": "symmetric", **FIXED}
         assert (spec.algorithm_settings.get("lambda0") == "1") == (spec.algorithm == "fedsparse")
     for given, match in (
         ({"lambda1": "1"}, "did you mean 'lambda0'"),

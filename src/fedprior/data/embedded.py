@@ -11,14 +11,14 @@ from fedprior.data.images import Images, normalise
 
 
 @lru_cache
-def mnist_mini(validation: bool = False) -> Images:
-    """The embedded digits, with the mean and deviation of the training pixels taken out; kept, so that runs share them.
+def mnist_mini(validation: bool = False, pixels: str = "standard") -> Images:
+    """The embedded digits, scaled as `pixels` says; kept, so that runs share them.
 
     With `validation`, 8,000 of the training images, and the other 2,000 in the place of the test images.
     """
     packed = resources.files("fedprior.data").joinpath("mnist_mini.npz.xz").read_bytes()
     arrays = np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False)
-    train, test, scale = normalise(arrays["train_x"], arrays["test_x"])
+    train, test, scale = normalise(arrays["train_x"], arrays["test_x"], pixels)
     train_y, test_y = (arrays[name].astype(np.int64) for name in ("train_y", "test_y"))
     if validation:
         return Images(train[:8000], train_y[:8000], train[8000:], train_y[8000:], scale)

@@ -1,4 +1,4 @@
-"""Labelled images as tensors: normalised by channel, channels first, no augmentation."""
+"""Labelled images as tensors: scaled by channel, channels first, no augmentation."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprior.errors import DataError
+from fedprior.errors import DataError, SettingError
 
 
 class Scale(NamedTuple):
@@ -22,7 +22,7 @@ class Scale(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A training and a test set, normalised."""
+    """A training and a test set, scaled."""
 
     x: Tensor
     y: np.ndarray
@@ -31,10 +31,23 @@ class Images(NamedTuple):
     scale: Scale
 
 
-def normalise(train: np.ndarray, test: np.ndarray) -> tuple[Tensor, Tensor, Scale]:
-    """8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], less the training set's mean, over its deviation."""
+PIXELS = ("standard", "symmetric")
+"""Less the training set's mean, over its deviation, channel by channel; or (pixel − 0.5) / 0.5, so from −1 to 1."""
+
+
+def check_pixels(pixels: str) -> None:
+    """Refuse a scale that there is not."""
+    if pixels not in PIXELS:
+        raise SettingError(f"pixels must be {' or '.join(PIXELS)}, got {pixels!r}")
+
+
+def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> tuple[Tensor, Tensor, Scale]:
+    """8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
+    check_pixels(pixels)
     first, second = _channels_first(train), _channels_first(test)
     mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
+    if pixels == "symmetric":
+        mean, deviation = torch.full_like(mean, 0.5), torch.full_like(deviation, 0.5)
     scale = Scale(tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist()))
     return (first - mean) / deviation, (second - mean) / deviation, scale
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.files import write_atomically, writing
+from fedprior.late import MEANS
 from fedprior.report.page_data import page_data, span
 from fedprior.report.records import Broken, Group, Run, group_runs
 from fedprior.report.tables import HEADER, cells
@@ -36,6 +37,7 @@ TEMPLATE = """<!doctype html>
 <p class="soft">{subtitle}</p>
 {trouble}
 <div class="scroll">{table}</div>
+<p class="soft">{means}</p>
 <noscript><p>The plots need JavaScript; everything else on this page does not.</p></noscript>
 <div class="chips" id="chips" role="group" aria-label="Runs to show"></div>
 <h2>Accuracy against bytes</h2>
@@ -84,6 +86,7 @@ def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[R
         subtitle=html.escape(_subtitle(runs)),
         trouble=_trouble(runs, broken),
         table=_table(groups),
+        means=MEANS,
         settings=_settings(runs),
         repeat="\n".join(f"<pre>{html.escape(text)}</pre>" for text in _commands(runs, repeat)),
         version=__version__,
@@ -161,7 +164,7 @@ def _row(texts: Sequence[str], swatch: str, attributes: str) -> str:
 
 def _mean_cells(group: Group) -> list[str]:
     def cell(name: str, factor: float, unit: str = "") -> str:
-        found = group.final(name)
+        found = group.late(name) if name.endswith("accuracy") else group.final(name)
         if not math.isfinite(found.mean):
             return "–"
         error = f" ± {factor * found.error:,.1f}" if math.isfinite(found.error) else ""

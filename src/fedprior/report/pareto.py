@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from fedprior.late import MEANS
 from fedprior.report.figures import COLOURS, COLUMN, figure_style
 from fedprior.report.records import Estimate, Group
 from fedprior.report.table import markdown_lines
@@ -51,8 +52,8 @@ def points_of(groups: Sequence[Group]) -> list[Point]:
             group.label,
             _family(group),
             group.final("gib"),
-            group.final("global_accuracy"),
-            group.final("local_accuracy"),
+            group.late("global_accuracy"),
+            group.late("local_accuracy"),
             group.final("sparsity"),
             _asked(group),
         )
@@ -91,7 +92,8 @@ def _cells(point: Point) -> list[str]:
 
 def terminal(title: str, points: Sequence[Point]) -> Table:
     """The points by their bytes."""
-    table = Table(HEADER[0], title=title, title_justify="left", title_style="bold", box=None)
+    looks = {"title_justify": "left", "title_style": "bold", "caption": MEANS, "caption_justify": "left"}
+    table = Table(HEADER[0], title=title, box=None, **looks)  # type: ignore[arg-type]
     for name in HEADER[1:]:
         table.add_column(name, justify="right")
     for point in _by_bytes(points):
@@ -101,7 +103,7 @@ def terminal(title: str, points: Sequence[Point]) -> Table:
 
 def markdown(title: str, points: Sequence[Point]) -> str:
     """The same for a document."""
-    return f"{title}\n\n{markdown_lines(HEADER, [_cells(point) for point in _by_bytes(points)])}"
+    return f"{title}\n\n{markdown_lines(HEADER, [_cells(point) for point in _by_bytes(points)])}\n{MEANS}\n"
 
 
 def _by_bytes(points: Sequence[Point]) -> list[Point]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from fedprior.late import late
+
 HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
 """Settings that say where and how a run is computed, not what."""
 GIB = 2**30
@@ -106,6 +108,10 @@ class Run:
         values = self.series(name)
         return values[max(values)] if values else math.nan
 
+    def late(self, name: str) -> float:
+        """The mean of a field over the evaluations in the last 5% of the rounds that there are; NaN without any."""
+        return late(self.rounds, name)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -144,6 +150,10 @@ class Group:
     def final(self, name: str) -> Estimate:
         """A field at the end of training, over seeds."""
         return estimate([run.final(name) for run in self.runs])
+
+    def late(self, name: str) -> Estimate:
+        """The mean of a field over the last 5% of the rounds, over seeds."""
+        return estimate([run.late(name) for run in self.runs])
 
     def curve(self, name: str, against: str = "round") -> Curve:
         """A field at the rounds that every run has, so that no seed enters or leaves half-way."""

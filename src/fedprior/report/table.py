@@ -6,6 +6,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fedprior.late import MEANS
+
 COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "parameters", "seconds")
 
 
@@ -15,8 +17,8 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
             f"{s['label']} ({s['seed']})" if several else str(s["label"]),
-            _percent(s["global_accuracy"]),
-            _percent(s["local_accuracy"]),
+            _percent(_late(s, "global_accuracy")),
+            _percent(_late(s, "local_accuracy")),
             f"{s['bytes_up'] / 1e6:,.1f}",
             f"{s['bytes_down'] / 1e6:,.1f}",
             _percent(s["sparsity"]),
@@ -29,7 +31,9 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
     """The table for a terminal."""
-    table = Table(title=_title(summaries), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=_title(summaries), title_justify="left", caption=MEANS, caption_justify="left", box=box.SIMPLE_HEAD
+    )
     for i, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows(summaries):
@@ -39,7 +43,7 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
 
 def markdown_table(summaries: Sequence[dict[str, Any]]) -> str:
     """The same table for a file."""
-    return f"{_title(summaries)}\n\n{markdown_lines(COLUMNS, rows(summaries))}"
+    return f"{_title(summaries)}\n\n{markdown_lines(COLUMNS, rows(summaries))}\n{MEANS}\n"
 
 
 def markdown_lines(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -58,6 +62,12 @@ def _title(summaries: Sequence[dict[str, Any]]) -> str:
 
 def _seeds(summaries: Sequence[dict[str, Any]]) -> list[int]:
     return sorted({s["seed"] for s in summaries if "seed" in s})
+
+
+def _late(summary: dict[str, Any], name: str) -> float | None:
+    """The mean of the last 5% of rounds; of a summary that is older than that, the last evaluation."""
+    found: float | None = summary.get(f"{name}_late", summary[name])
+    return found
 
 
 def _percent(fraction: float | None) -> str:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.files import write_atomically, writing
+from fedprior.late import MEANS
 from fedprior.report.records import Run
 from fedprior.report.table import COLUMNS, markdown_lines, rows
 from fedprior.report.watch import round_seconds
 
 HEADER = (*COLUMNS[:1], "seed", "rounds", *COLUMNS[1:])
-NUMBERS = ("global_accuracy", "local_accuracy", "bytes_up", "bytes_down", "sparsity")
+ACCURACIES = ("global_accuracy", "local_accuracy")
+LATE = tuple(f"{name}_late" for name in ACCURACIES)
+NUMBERS = (*ACCURACIES, *LATE, "bytes_up", "bytes_down", "sparsity")
 SIZES = ("parameters", "effective_parameters", "seconds")
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
 LATEX |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
@@ -23,7 +26,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     seconds = round_seconds(run.path)
     found = {
         "label": run.label,
-        **{name: run.final(name) for name in ("global_accuracy", "local_accuracy", "sparsity")},
+        **{name: run.final(name) for name in (*ACCURACIES, "sparsity")},
+        **{f"{name}_late": run.late(name) for name in ACCURACIES},
         **{name: sum(record[name] for record in run.rounds) for name in ("bytes_up", "bytes_down")},
         **dict.fromkeys(SIZES),
         "seconds": sum(seconds.values()) if seconds else None,
@@ -40,7 +44,7 @@ def cells(run: Run) -> list[str]:
 
 def markdown(runs: Sequence[Run]) -> str:
     """A table for a README."""
-    return markdown_lines(HEADER, [cells(run) for run in runs])
+    return f"{markdown_lines(HEADER, [cells(run) for run in runs])}\n{MEANS}\n"
 
 
 def latex(runs: Sequence[Run]) -> str:
@@ -51,6 +55,7 @@ def latex(runs: Sequence[Run]) -> str:
     body = " \\\\\n".join(lines[1:])
     columns = "l" + "r" * (len(HEADER) - 1)
     return (
+        f"% {MEANS.replace('%', ' percent')}\n"
         f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{lines[0]} \\\\\n\\midrule\n{body} \\\\\n\\bottomrule\n"
         "\\end{tabular}\n"
     )

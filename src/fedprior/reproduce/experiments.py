@@ -107,6 +107,8 @@ def _levels(goals: Sequence[float], *rows: Cells) -> tuple[Method, ...]:
 
 ONE_PARTITION = {"partition_seed": 0}
 """The paper's local accuracies vary by 0.2 between seeds, those of different partitions by 1.2: it had one for all."""
+SYMMETRIC = {"pixels": "symmetric"}
+"""The paper names no scale; with pixels from −1 to 1 FedAvg's local accuracy is the paper's, standardised it is not."""
 
 
 CIFAR10 = Experiment(
@@ -136,7 +138,7 @@ CIFAR10 = Experiment(
             {"lambda0": LEVELS["mid"], "prune_server": False},
         ),
     ),
-    ONE_PARTITION,
+    {**ONE_PARTITION, **SYMMETRIC},
     pruning=("fedsparse-mid", "fedsparse-mid-unpruned"),
 )
 
@@ -159,7 +161,7 @@ CIFAR100 = Experiment(
             _row((23.8, 2.0), (48.5, 1.5), (43, 2), (66.9, 1.3)),
         ),
     ),
-    ONE_PARTITION,
+    {**ONE_PARTITION, **SYMMETRIC, "evaluate_every": 25},  # twelve evaluations in the last 5% of rounds
 )
 
 FEMNIST = Experiment(
@@ -181,7 +183,7 @@ FEMNIST = Experiment(
             _row((84.1, 0.4), (89.6, 0.1), (102, 3), (62.8, 1.1)),
         ),
     ),
-    ONE_PARTITION,
+    {**ONE_PARTITION, **SYMMETRIC, "evaluate_every": 25},  # twelve evaluations in the last 5% of rounds
 )
 
 MEAN = {"server_optimiser": "none"}
@@ -215,6 +217,7 @@ SCAFFOLD = Experiment(
             variant_of="fedsparse+scaffold",
         ),
     ),
+    {**SYMMETRIC, "evaluate_every": 5},
 )
 
 # Not the paper's: everything that the others do, on the embedded digits and in minutes, so that it can be tried.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from fedprior.errors import RunError
 from fedprior.files import write_atomically, writing
@@ -108,17 +109,28 @@ def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = M
     if not mine:
         raise RunError(f"{out} has no run of {experiment.name} where they are kept, {out}/LABEL/seed-N")
     for run in mine:
-        name = f"{run.label}, seed {run.seed}"
         if not run.finished:
             state = run.trouble or f"unfinished, {len(run.rounds):,} of {run.planned:,} rounds"
-            notes.append(f"{name}: {state}; not in the table")
-            continue
-        other = differences(run.config, expected[run.label, run.seed].config())
-        notes += [f"{name}: {key} = {was}, not {now}" for key, was, now in other]
+            notes.append(f"{run.label}, seed {run.seed}: {state}; not in the table")
+    done = [run for run in mine if run.finished]
+    notes += _different(done, [differences(run.config, expected[run.label, run.seed].config()) for run in done])
     groups = sorted(group_runs(run for run in mine if run.finished), key=lambda group: order[group.label])
     notes += [f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed]
     notes += _partitions(mine) + _changed(given)
     return Results(experiment, out, groups, notes)
+
+
+def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]]) -> list[str]:
+    """In which settings runs are not those of the experiment; what all have alike is said once."""
+    seen: dict[str, list[str]] = {}
+    for run, others in zip(runs, found, strict=True):
+        for key, was, now in others:
+            seen.setdefault(f"{key} = {was}, not {now}", []).append(f"{run.label}, seed {run.seed}")
+    return [
+        f"{name}: {what}"
+        for what, names in seen.items()
+        for name in (["all runs"] if 1 < len(names) == len(runs) else names)
+    ]
 
 
 def _changed(given: Mapping[str, str]) -> list[str]:

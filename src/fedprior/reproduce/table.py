@@ -1,4 +1,7 @@
-"""The table of an experiment: ours, mean ± standard error over seeds, and the paper's cell beside each."""
+"""The table of an experiment: ours, mean ± standard error over seeds, and the paper's cell beside each.
+
+Accuracies are means over the last 5% of rounds; the CSV has the last evaluation as well.
+"""
 
 import csv as csv_format
 import io
@@ -9,16 +12,19 @@ from rich import box
 from rich.console import JustifyMethod
 from rich.table import Table
 
+from fedprior.late import MEANS
 from fedprior.report.records import Estimate, Group
 from fedprior.reproduce.experiments import Cell, Experiment, Method
 
 COLUMNS = {"global_accuracy": "global %", "local_accuracy": "local %", "gib": "GiB", "sparsity": "sparsity %"}
+ACCURACIES = ("global_accuracy", "local_accuracy")
 NONE = "–"
 
 
 def terminal(title: str, experiment: Experiment, groups: Sequence[Group]) -> Table:
     """For a terminal."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    made = Table(title=title, title_justify="left", caption=MEANS, caption_justify="left", box=box.SIMPLE_HEAD)
+    made.pad_edge, made.collapse_padding = False, True
     for number, name in enumerate(_header()):
         style = "dim" if name == "paper" else ""
         justify: JustifyMethod = "left" if number == 0 else "right"
@@ -34,7 +40,7 @@ def markdown(title: str, experiment: Experiment, groups: Sequence[Group], notes:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *_rows(experiment, groups)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     below = "".join(f"- {note}\n" for note in notes)
-    return f"{title}\n\n{text}\n" + (f"\n{below}" if below else "")
+    return f"{title}\n\n{text}\n\n{MEANS}\n" + (f"\n{below}" if below else "")
 
 
 def csv(experiment: Experiment, groups: Sequence[Group]) -> str:
@@ -43,21 +49,31 @@ def csv(experiment: Experiment, groups: Sequence[Group]) -> str:
     file = io.StringIO()
     writer = csv_format.writer(file, lineterminator="\n")
     kinds = ("", "_error", "_paper", "_paper_error")
-    writer.writerow(["label", "seeds", *(f"{name}{kind}" for name in COLUMNS for kind in kinds)])
+    header = [*(f"{name}{kind}" for name in COLUMNS for kind in kinds)]
+    header += [f"{name}_last{kind}" for name in ACCURACIES for kind in kinds[:2]]
+    writer.writerow(["label", "seeds", *header])
     for method in experiment.methods:
         group = by_label.get(method.label)
         row: list[object] = [method.label, len(group.runs) if group else 0]
         for name in COLUMNS:
-            ours, paper = _estimate(group, name), _paper(method, name)
-            row += ["" if ours is None or math.isnan(x) else x for x in ((ours.mean, ours.error) if ours else (0, 0))]
+            paper = _paper(method, name)
+            row += _numbers(_estimate(group, name))
             row += [paper.mean, paper.error if paper.error is not None else ""] if paper else ["", ""]
+        for name in ACCURACIES:
+            row += _numbers(_estimate(group, name, last=True))
         writer.writerow(row)
     return file.getvalue()
+
+
+def _numbers(estimate: Estimate | None) -> list[float | str]:
+    """Mean and error; nothing where there is no number."""
+    return ["" if math.isnan(x) else x for x in (estimate.mean, estimate.error)] if estimate else ["", ""]
 
 
 def latex(experiment: Experiment, groups: Sequence[Group]) -> str:
     """For a paper, with booktabs."""
     lines = [
+        f"% {MEANS.replace('%', ' percent')}",
         rf"\begin{{tabular}}{{l{'rr' * len(COLUMNS)}r}}",
         r"\toprule",
         " & ".join(["method", *(f"{name} & paper" for name in COLUMNS.values()), "seeds"]).replace("%", r"\%") + r" \\",
@@ -92,11 +108,12 @@ def _rows(experiment: Experiment, groups: Sequence[Group]) -> list[list[str]]:
     return rows
 
 
-def _estimate(group: Group | None, name: str) -> Estimate | None:
-    """In the paper's units: percent and GiB."""
+def _estimate(group: Group | None, name: str, *, last: bool = False) -> Estimate | None:
+    """In the paper's units: percent and GiB; an accuracy late in training, or at the `last` evaluation."""
     if group is None:
         return None
-    made, scale = group.final(name), 1 if name == "gib" else 100
+    made = group.late(name) if name in ACCURACIES and not last else group.final(name)
+    scale = 1 if name == "gib" else 100
     return Estimate(scale * made.mean, scale * made.error, made.count)
 
 

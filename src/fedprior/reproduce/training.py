@@ -23,7 +23,7 @@ def train(specs: Sequence[Spec], console: Console) -> None:
             console.print(f"{name}: {outcome}; going on with the others", highlight=False, markup=False, soft_wrap=True)
             continue
         last = outcome.summary
-        accuracies = ", ".join(f"{kind} {100 * last[f'{kind}_accuracy']:.1f}%" for kind in ("global", "local"))
+        accuracies = ", ".join(f"{kind} {100 * last[f'{kind}_accuracy_late']:.1f}%" for kind in ("global", "local"))
         console.print(f"{name}: {accuracies}, {last['seconds']:,.0f} s", highlight=False, markup=False, soft_wrap=True)
 
 

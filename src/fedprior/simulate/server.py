@@ -13,6 +13,7 @@ from fedprior.batch_norm import MEAN, VARIANCE, find_norms, forget
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm, m_step
 from fedprior.errors import DivergedError
+from fedprior.late import late
 from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
 from fedprior.models import Ensemble
 from fedprior.optimisers import TreeOptimiser
@@ -57,12 +58,13 @@ def evaluate(
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
-    """What a summary says of all rounds together and of the last one."""
+    """What a summary says of all rounds together, of the last one and, `…_late`, of the last 5%."""
     server, last = algorithm.prior.prune(state), records[-1]
     return {
         "rounds": len(records),
         "global_accuracy": last.get("global_accuracy"),
         "local_accuracy": last.get("local_accuracy"),
+        **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy")},
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),

@@ -2,7 +2,8 @@
 
 Every factory takes the seed of the run first, for the partition and the initial weights; its keyword parameters are the
 task's options. With `validation` a part of the training set takes the place of the test set: tune with it. With
-`partition_seed` runs of all seeds have one partition: they differ by their weights, cohorts and batches alone.
+`partition_seed` runs of all seeds have one partition: they differ by their weights, cohorts and batches alone. How
+images are scaled is `pixels`: `data.images.PIXELS`.
 """
 
 import re
@@ -16,7 +17,7 @@ from torch import nn
 from fedprior.data import FederatedData, by_writer, dirichlet, hub, pachinko, single_class
 from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import Shards
-from fedprior.data.images import Images, numbered_labels
+from fedprior.data.images import Images, check_pixels, numbered_labels
 from fedprior.data.partition import Parts
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
@@ -39,11 +40,12 @@ def mnist_mini(
     alpha: float = 10.0,
     init: str = "glorot",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on 12,000 embedded MNIST digits, divided by Dirichlet(α) among clients."""
     options = _options(locals())
-    images = embedded_digits(validation)
+    images = embedded_digits(validation, pixels)
     parts = dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed))
     adam = {"server_optimiser": "Adam(lr=0.003)"}
     return _image_task(
@@ -73,11 +75,12 @@ def cifar10(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
     options = _options(locals())
-    images, _ = load(hub.CIFAR10.repository, data_dir, validation)
+    images, _ = load(hub.CIFAR10.repository, data_dir, validation, pixels)
     return _image_task(
         "cifar10",
         images,
@@ -100,11 +103,12 @@ def cifar100(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """ResNet20 with group or batch norm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
     options = _options(locals())
-    images, (coarse, test_coarse) = load(hub.CIFAR100.repository, data_dir, validation)
+    images, (coarse, test_coarse) = load(hub.CIFAR100.repository, data_dir, validation, pixels)
     return _image_task(
         "cifar100",
         images,
@@ -127,11 +131,12 @@ def femnist(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
     options = _options(locals())
-    x, y, owners, scale = load_femnist(data_dir)
+    x, y, owners, scale = load_femnist(data_dir, pixels)
     division = _either(partition_seed, seed)
     train, test = by_writer(owners, division, test_fraction)
     if validation:  # a second split of each writer's training examples
@@ -162,11 +167,12 @@ def mnist_scaffold(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
     options = _options(locals())
-    images, _ = load(hub.MNIST.repository, data_dir, validation)
+    images, _ = load(hub.MNIST.repository, data_dir, validation, pixels)
     return _image_task(
         "mnist-scaffold",
         images,
@@ -198,6 +204,7 @@ def hub_images(
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
+    pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided by Dirichlet(α)."""
@@ -209,7 +216,7 @@ def hub_images(
     splits = (train,) if test == "none" else (train, test)
     arrays = hub.load(hub.Source(dataset, image, {"label": label}, splits, subset, side), data_dir)
     arrays = numbered_labels(arrays, dataset)
-    images, _ = split(arrays if "test_label" in arrays else hold_out(arrays), validation)
+    images, _ = split(arrays if "test_label" in arrays else hold_out(arrays), validation, pixels)
     classes = int(max(images.y.max(), images.test_y.max())) + 1
     return _image_task(
         "hub",
@@ -235,6 +242,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """A factory's options, which are all that it was called with but the seed."""
+    check_pixels(given["pixels"])  # before anything is downloaded
     return {name: value for name, value in given.items() if name != "seed"}
 
 
