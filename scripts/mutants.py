@@ -96,22 +96,26 @@ class Copies:
         compileall.compile_dir(first / "src", quiet=2, invalidation_mode=checked)
         for copy in others:
             shutil.copytree(first, copy)
+        self.right: dict[Path, tuple[Path, bytes]] = {}
+        """Of each copy with a mistake in it, the file as it should be."""
 
     def start(self, task: Task) -> tuple[BaseProcess, Path]:
         """Put the mistake in, and start its tests in a process of its own."""
         copy = self.free.pop()
         if task.mistake is not None:
-            changed = task.mistake.mutated(copy)
+            path, changed = copy / "src" / "fedprior" / task.mistake.file, task.mistake.mutated(copy)
             assert changed is not None
-            (copy / "src" / "fedprior" / task.mistake.file).write_text(changed, encoding="utf-8")
+            self.right[copy] = path, path.read_bytes()
+            path.write_text(changed, encoding="utf-8")
         process = multiprocessing.get_context("fork").Process(target=_run_tests, args=(copy, task.tests))
         process.start()
         return process, copy
 
-    def give_back(self, copy: Path, task: Task) -> None:
+    def give_back(self, copy: Path) -> None:
         """Take the mistake out again."""
-        if task.mistake is not None:
-            shutil.copy(ROOT / "src" / "fedprior" / task.mistake.file, copy / "src" / "fedprior" / task.mistake.file)
+        if copy in self.right:
+            path, source = self.right.pop(copy)
+            path.write_bytes(source)
         for left in ("temporary", ".hypothesis"):
             shutil.rmtree(copy / left, ignore_errors=True)
         self.free.append(copy)
@@ -160,7 +164,7 @@ def run(tasks: Sequence[Task], jobs: int, limit: float) -> Iterator[Task]:
                     if process.is_alive() and task.seconds < limit:
                         continue
                     task.outcome = _outcome(process, task, copy)
-                    copies.give_back(copy, task)
+                    copies.give_back(copy)
                     del running[process]
                     yield task
         finally:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedprior import keys
 from fedprior.errors import SettingError
-from fedprior.priors import Budgeted, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, SpikeSlab
+from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, SpikeSlab
 from fedprior.priors.base import Prior
 from fedprior.priors.gated import gated_mean
 from fedprior.priors.tuned import tuned
@@ -57,12 +57,12 @@ def gates(*values: float) -> Params:
         (lambda value: GroupLasso(hidden_layer(), value), (-1e-9, math.nan)),
         (lambda value: FixedGates(hidden_layer(), {"0": value}), (-0.1, 1.0, 1.5, math.nan)),
         (lambda value: FixedGates(hidden_layer(), {"0": 0.5}, precision=value), (-1e-9, math.nan)),
-        (lambda value: Budgeted(hidden_layer(), sparsity=value), (-0.01, 1.0, math.nan)),
-        (lambda value: Budgeted(hidden_layer(), precision=value), (-1e-9, math.nan)),
-        (lambda value: Budgeted(hidden_layer(), dense_rounds=value), (-1,)),
-        (lambda value: Budgeted(hidden_layer(), shrink=value), (0.0, -0.5, 1.01, math.nan)),
-        (lambda value: Budgeted(hidden_layer(), conv_rate=value), (-0.1, 1.0, math.nan)),
-        (lambda value: Budgeted(hidden_layer(), linear_rate=value), (-0.1, 1.0, math.nan)),
+        (lambda value: Narrow(hidden_layer(), sparsity=value), (-0.01, 1.0, math.nan)),
+        (lambda value: Narrow(hidden_layer(), precision=value), (-1e-9, math.nan)),
+        (lambda value: Narrow(hidden_layer(), dense_rounds=value), (-1,)),
+        (lambda value: Narrow(hidden_layer(), shrink=value), (0.0, -0.5, 1.01, math.nan)),
+        (lambda value: Narrow(hidden_layer(), conv_rate=value), (-0.1, 1.0, math.nan)),
+        (lambda value: Narrow(hidden_layer(), linear_rate=value), (-0.1, 1.0, math.nan)),
         (lambda value: SpikeSlab(hidden_layer(), lambda0=value), (-1e-9, math.nan)),
         (lambda value: SpikeSlab(hidden_layer(), precision=value), (-1e-9, math.nan)),
         (lambda value: SpikeSlab(hidden_layer(), cross_entropy=value), (-1e-9, math.nan)),
@@ -83,7 +83,7 @@ def test_a_setting_out_of_its_range_is_refused(make, wrong):
 def test_the_borders_of_the_ranges_are_allowed():
     for fine in (
         *(Gaussian(0.0), Laplace(0.0), Mixture(1, 1e-9, 0.0), Mixture(spread=1.0), GroupLasso(hidden_layer(), 0.0)),
-        *(FixedGates(hidden_layer(), {"0": 0.0}), Budgeted(hidden_layer(), 0.0, shrink=1.0, conv_rate=0.0)),
+        *(FixedGates(hidden_layer(), {"0": 0.0}), Narrow(hidden_layer(), 0.0, shrink=1.0, conv_rate=0.0)),
         SpikeSlab(hidden_layer(), lambda0=0.0, precision=0.0, cross_entropy=0.0),
     ):
         assert isinstance(fine, Prior)
@@ -201,7 +201,7 @@ def test_the_group_lasso_keeps_what_is_above_its_strength_and_not_what_is_at_it(
 
 def test_of_global_gates_only_what_was_sent_is_pulled():
     """Unit 1 is closed: its own weights and those that read it have no say; λ/2 over the rest."""
-    for prior in (FixedGates(hidden_layer(), {"0": 0.5}, precision=0.4), Budgeted(hidden_layer(), precision=0.4)):
+    for prior in (FixedGates(hidden_layer(), {"0": 0.5}, precision=0.4), Narrow(hidden_layer(), precision=0.4)):
         local, packet = hidden_params(2.0), {"weights": hidden_params(), "gates": gates(1, 0, 1)}
         expected = prior.expect({"weights": local}, packet)
         squares = (9 + 16 + 0.09) + 0.16 + (1 + 4 + 0 + 1) + (25 + 36)
@@ -236,8 +236,8 @@ def test_a_unit_is_left_out_where_its_draw_is_below_the_rate():
     params = {name: torch.ones(shape, dtype=torch.float64) for name, shape in gating.shapes.items()}
     for prior in (
         FixedGates(gating, {"0": 0.2}),
-        Budgeted(gating, 0.0, linear_rate=0.2, kinds={"0": "linear"}),
-        Budgeted(gating, 0.0, conv_rate=0.2, kinds={"0": "conv"}),
+        Narrow(gating, 0.0, linear_rate=0.2, kinds={"0": "linear"}),
+        Narrow(gating, 0.0, conv_rate=0.2, kinds={"0": "conv"}),
     ):
         assert prior.per_client
         server = prior.init(params)
@@ -274,7 +274,7 @@ def test_noise_at_the_client_keeps_the_mean():
 
 def test_the_budgets_shares_and_what_is_shipped():
     """A unit's strength is its norm times that of what reads it: 5·1, 1·√8 and 0.5·√5."""
-    prior = Budgeted(hidden_layer(), 0.0, linear_rate=0.25, kinds={"0": "linear"})
+    prior = Narrow(hidden_layer(), 0.0, linear_rate=0.25, kinds={"0": "linear"})
     strengths = numbers(5, math.sqrt(8), 0.5 * math.sqrt(5))
     torch.testing.assert_close(prior.shares(hidden_params())["0"], strengths / strengths.sum())
     server = {**prior.init(hidden_params()), "open": gates(1, 0, 1)}
@@ -287,7 +287,7 @@ def test_the_budgets_shares_and_what_is_shipped():
 
 def test_the_budget_closes_the_least_worth_a_parameter_until_it_is_kept():
     """Every unit takes five parameters with it; shares are 0.558, 0.316 and 0.125 of 17 parameters."""
-    prior = Budgeted(hidden_layer(), sparsity=0.5, shrink=0.2, dense_rounds=1)
+    prior = Narrow(hidden_layer(), sparsity=0.5, shrink=0.2, dense_rounds=1)
     weights, everything = hidden_params(), gates(1, 1, 1)
     for goal, left in ((17, [1, 1, 1]), (16.9, [1, 1, 0]), (12, [1, 1, 0]), (11.9, [1, 0, 0]), (1, [1, 0, 0])):
         found, _ = prior.assign(weights, everything, torch.tensor(goal, dtype=torch.float64))

@@ -20,6 +20,7 @@ from fedprior.simulate.round import _check_clients
 from fedprior.simulate.run import Settings, build
 from fedprior.simulate.server import update
 from fedprior.trees import Tree, stack
+from fedprior.weighting import Share
 
 OPTIMISERS = ["SGD(lr=0.1, momentum=0.9)", "Adam(lr=0.1)", "Adamax(lr=0.1)", "Yogi(lr=0.1)"]
 
@@ -53,10 +54,10 @@ def test_after_a_diverged_round_the_server_and_its_moments_are_those_before_it(t
         if number == 3:
             before = flat(disturbed.state())
             with pytest.raises(DivergedError, match="server diverged in round 3"):
-                update(algorithm, states[0], bad, disturbed, 1.0, 3)
+                update(algorithm, states[0], bad, disturbed, Share(1.0), 3)
             assert flat(disturbed.state()) == before
         states = [
-            update(algorithm, state, uploads, mine, 1.0, number)
+            update(algorithm, state, uploads, mine, Share(1.0), number)
             for state, mine in zip(states, (disturbed, plain), strict=True)
         ]
         assert flat(disturbed.state()) == flat(plain.state())
@@ -210,7 +211,9 @@ def test_one_round_with_one_attacker_is_the_mean_with_one_step_turned_round(smal
     def server(attack: str) -> tuple[dict[str, Tensor], Tensor]:
         task = small_task(dtype=torch.float64)
         hostile = {} if attack == "none" else {"attack": attack, "attackers": 1 / 6}
-        settings = Settings(**{**task.defaults, "clients_per_round": 6, "mode": mode, "seed": 3, **hostile})
+        settings = Settings(
+            **{**task.defaults, "clients_per_round": 6, "mode": mode, "seed": 3, "weighting": "equal", **hostile}
+        )
         sim = build(fedprior.algorithm("fedavg", task.network), task.network, task.data, settings)
         fedprior.simulate.engine.engine([sim], mode).step(evaluate=False)
         return {name: value.clone() for name, value in sim.server["weights"].items()}, sim.hostile
