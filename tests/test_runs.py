@@ -44,8 +44,9 @@ def test_rounds_has_a_line_a_round_with_bytes_loss_and_where_evaluated_the_rest(
     assert [record["round"] for record in records] == [1, 2, 3, 4, 5]
     always = {"round", "bytes_up", "bytes_down", "train_loss"}
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
+    losses = {"global_loss", "local_loss"}
     for record in records:
-        expected = always | evaluated if record["round"] in (2, 4, 5) else always
+        expected = always | evaluated | losses if record["round"] in (2, 4, 5) else always
         layers = {f"sparsity/{name}" for name in ("conv", "fc1", "fc2")}
         assert set(record) - {"floored"} - layers == expected
         assert layers <= set(record) or record.get("sparsity", 0) == 0

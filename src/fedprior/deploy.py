@@ -17,7 +17,9 @@ from fedprior.data.images import Scale
 from fedprior.em import Algorithm, e_step
 from fedprior.errors import DataError, RunError, SettingError
 from fedprior.keys import Purpose
+from fedprior.metrics import Measures, each
 from fedprior.models import Ensemble
+from fedprior.network import IGNORED, Network
 from fedprior.simulate import Result, RunFolder, Simulation, checkpoint
 from fedprior.simulate.batches import ClientBatches
 from fedprior.simulate.run import build
@@ -34,6 +36,8 @@ class Trained(NamedTuple):
     x: Tensor
     """Test inputs: the client's own for its own network, everyone's for the server's."""
     y: Tensor
+    judged: tuple[Network, Measures]
+    """By which loss, and what else."""
     title: str
     client: int | None
     scale: Scale | None
@@ -61,7 +65,8 @@ def trained(
     who = "" if personalise is None else f", client {personalise}'s own model"
     title = f"{about['task']}, {about['label']}, round {sim.round}{who}"
     x, y = sim.data.test_x[rows].cpu(), sim.data.test_y[rows].cpu()
-    return Trained(module.cpu().eval(), server.cpu().eval(), x, y, title, personalise, scale)
+    judged = sim.network, sim.measures
+    return Trained(module.cpu().eval(), server.cpu().eval(), x, y, judged, title, personalise, scale)
 
 
 def _restored(
@@ -74,11 +79,11 @@ def _restored(
     sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
     if folder.model.exists() and not with_state:
         sim.round = settings.rounds
-        return about, task.scale, sim, _with_weights(folder.model, task.network.module)
+        return about, task.scale, sim, _with_weights(folder.model, task.network.module, sim.measures.class_dim)
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
     checkpoint.load(folder.checkpoint, sim)
-    return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module)
+    return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:
@@ -116,7 +121,7 @@ def export(
     return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
 
 
-def _with_weights(path: Path, module: nn.Module) -> nn.Module:
+def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
     """The module with a run's weights; an ensemble of modules where the run has several."""
     try:
         weights = safetensors.torch.load_file(path)
@@ -125,7 +130,7 @@ def _with_weights(path: Path, module: nn.Module) -> nn.Module:
     numbers = {name.split(".")[1] for name in weights if name.startswith("members.")}
     whole = copy.deepcopy(module)
     if numbers and not hasattr(module, "members"):
-        whole = Ensemble([copy.deepcopy(module) for _ in numbers])
+        whole = Ensemble([copy.deepcopy(module) for _ in numbers], class_dim)
     whole = with_values(whole, weights)
     if {name: p.shape for name, p in learned(whole).items()} != {name: value.shape for name, value in weights.items()}:
         raise RunError(f"{path} belongs to another network than its config.toml says")
@@ -140,7 +145,8 @@ def evaluate(
     task: Task | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
-    """Accuracy, mean loss and accuracy by class, on the run's own test examples or on a file or folder of others.
+    """Mean loss, metrics of one's own and, where targets are classes, accuracy and accuracy by class, on the run's own
+    test examples or on a file or folder of others.
 
     With `personalise`, of that client's own network, on its own test examples unless there is `data`; and of the
     server's beside it, as `server`.
@@ -149,22 +155,23 @@ def evaluate(
     x, y = found.x, found.y
     if data is not None:
         x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data))
-    if len(x) == 0 or y.dim() != 1 or y.is_floating_point():
-        raise DataError("there are no labelled test examples to evaluate on; give some (--data)")
-    own = _score(found.module, x, y)
-    beside = {} if personalise is None else {"server": _score(found.server, x, y)}
+    if len(x) == 0:
+        raise DataError("there are no test examples to evaluate on; give some (--data)")
+    own = _score(found.module, x, y, *found.judged)
+    beside = {} if personalise is None else {"server": _score(found.server, x, y, *found.judged)}
     return {"title": found.title, "examples": len(y), **own, **beside}
 
 
-def _score(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+def _score(module: nn.Module, x: Tensor, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:
     with torch.no_grad():
         outputs = torch.cat([module(part) for part in x.split(256)])
-    low, high, classes = int(y.min()), int(y.max()), outputs.shape[1]
-    if low < 0 or high >= classes:
-        raise DataError(f"labels run from {low} to {high}, but the network knows {classes} classes")
-    right = outputs.argmax(-1) == y
-    return {
-        "accuracy": float(right.double().mean()),
-        "loss": float(torch.nn.functional.cross_entropy(outputs, y)),
-        "by_class": {int(c): (int(right[y == c].sum()), int((y == c).sum())) for c in y.unique()},
-    }
+        if what.class_dim is not None:
+            low, high, classes = int(y[y != IGNORED].min()), int(y.max()), outputs.shape[what.class_dim]
+            if low < 0 or high >= classes:
+                raise DataError(f"labels run from {low} to {high}, but the network knows {classes} classes")
+        found = dict(zip(what.names, each(network, what, outputs, y), strict=True))
+    scores: dict[str, Any] = {name: float(values.mean()) for name, values in found.items()}
+    if what.class_dim is None or y.dim() > 1:
+        return scores
+    right = found["accuracy"]
+    return {**scores, "by_class": {int(c): (int(right[y == c].sum()), int((y == c).sum())) for c in y.unique()}}

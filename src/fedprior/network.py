@@ -1,6 +1,7 @@
 """A model as a pure function of its parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,11 +15,29 @@ from fedprior.batch_norm import COUNT, MEAN, VARIANCE, Norm
 from fedprior.trees import Params
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets to one loss an example."""
+"""Outputs and targets to one loss an example; of several numbers an example, as one a token, the mean counts."""
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets to one number an example, or to their mean over the examples."""
+IGNORED = -100
+"""In sequences of targets, torch's mark of a place that does not count, such as padding."""
+
+
+def class_dim(outputs: Tensor, targets: Tensor) -> int | None:
+    """Where outputs have one logit a class: after the batch, as torch has it, or last. None: targets are no classes.
+
+    None too where both would fit, a sequence as long as there are classes: nobody could tell which is meant.
+    """
+    if targets.is_floating_point() or targets.is_complex() or outputs.dim() != targets.dim() + 1:
+        return None
+    places = {dim for dim in (1, targets.dim()) if outputs.shape[:dim] + outputs.shape[dim + 1 :] == targets.shape}
+    return places.pop() if len(places) == 1 and all(outputs.shape[dim] > 1 for dim in places) else None
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The default loss: softmax cross-entropy, one number an example."""
+    """The default loss: softmax cross-entropy, one number an example; of a sequence, its mean over the places."""
+    if targets.dim() > 1 and (dim := class_dim(outputs, targets)) is not None:
+        each = F.cross_entropy(outputs.movedim(dim, 1), targets, reduction="none", ignore_index=IGNORED)
+        return each.flatten(1).sum(1) / (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
     if kernels.usable(outputs) and outputs.dim() == 2 and targets.dtype == torch.int64:
         # Under `vmap` torch's own is some ten operations; labels need no check, because data sets were checked.
         return -F.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
@@ -32,6 +51,8 @@ class Network:
     module: nn.Module
     example: Tensor
     loss: Loss = cross_entropy
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What else its outputs are judged by, by name."""
     tied: dict[str, str] = field(init=False)
     """Where a parameter stands a second time, and its name where it stands first."""
     norms: tuple[Norm, ...] = field(init=False)
@@ -71,11 +92,11 @@ class Network:
         Statistics that stand among the parameters are used. Where there are none, those of the batch are, without its
         padding, which has weight zero.
         """
-        self.module.eval()
-        if not self.uses_batch(params):
-            return self._run(params, x)
-        with batch_norm.BatchNorm(self._names({}), weight):
-            return self._run(params, x)
+        with _mode(self.module, training=False):
+            if not self.uses_batch(params):
+                return self._run(params, x)
+            with batch_norm.BatchNorm(self._names({}), weight):
+                return self._run(params, x)
 
     def uses_batch(self, params: Params) -> bool:
         """Whether a prediction with these parameters depends on the other examples of its batch."""
@@ -99,27 +120,32 @@ class Network:
     def _training_losses(
         self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, batch_norm.BatchNorm]:
-        self.module.train()
-        for norm in self._modules():  # in training mode they would count batches in a buffer
-            norm.eval()
-        # Always on, because `forward` may call either as a plain function; they cost next to nothing.
-        with _KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
-            outputs = self._run(params, x)
-        return self.loss(outputs, y), mode
+        with _mode(self.module, training=True):
+            for norm in self._modules():  # in training mode they would count batches in a buffer
+                norm.eval()
+            # Always on, because `forward` may call either as a plain function; they cost next to nothing.
+            with _KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
+                outputs = self._run(params, x)
+        return self.losses(outputs, y), mode
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """One loss an example."""
+        losses = self.loss(outputs, y)
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         """The same without dropout."""
-        return _mean(self.loss(self.predict(params, x, weight), y), weight)
+        return _mean(self.losses(self.predict(params, x, weight), y), weight)
 
     def measure(self, params: Params, statistics: Params, x: Tensor, weight: Tensor | None) -> Params:
         """The statistics of what reaches each norm: `mean` and `variance`, all layers in one vector.
 
         The norms before it use `statistics`, as they will in evaluation, or where there are none those of the batch.
         """
-        self.module.eval()
         stored = statistics[COUNT] > 0 if statistics else None
         values = {name: value for name, value in statistics.items() if name != COUNT}
-        with batch_norm.BatchNorm(self._names(values), weight, stored) as mode:
+        norms = batch_norm.BatchNorm(self._names(values), weight, stored)
+        with _mode(self.module, training=False), norms as mode:
             self._run({**params, **values}, x)
         return self._found(mode)
 
@@ -153,6 +179,18 @@ class Network:
         with kernels.routed(x):
             out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
         return out
+
+
+@contextmanager
+def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """A module in training or not, and afterwards as it was: it is the user's."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, was in before:
+            part.training = was
 
 
 def _mean(losses: Tensor, weight: Tensor | None) -> Tensor:

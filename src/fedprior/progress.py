@@ -15,7 +15,7 @@ class RunProgress:
         self.bytes: dict[int, int] = {}
         self.also: Callable[[dict[str, Any]], None] | None = None
         """Who else is told of every round."""
-        self.accuracy = ""
+        self.scores = ""
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),  # a label may hold brackets
             BarColumn(bar_width=24),
@@ -42,10 +42,12 @@ class RunProgress:
         """Show one more round."""
         self.bytes[record["round"]] = record["bytes_up"] + record["bytes_down"]
         if record.get("global_accuracy") is not None:
-            self.accuracy = f"accuracy {100 * record['global_accuracy']:.1f}%  "
-            if record["sparsity"] > 0:
-                self.accuracy += f"sparsity {100 * record['sparsity']:.0f}%  "
-        news = f"{self.accuracy}loss {record['train_loss']:.3f}  {sum(self.bytes.values()) / 1e6:,.0f} MB"
+            self.scores = f"accuracy {100 * record['global_accuracy']:.1f}%  "
+        elif record.get("global_loss") is not None:
+            self.scores = f"held-out loss {record['global_loss']:.4g}  "
+        if record.get("sparsity"):
+            self.scores += f"sparsity {100 * record['sparsity']:.0f}%  "
+        news = f"{self.scores}loss {record['train_loss']:.3f}  {sum(self.bytes.values()) / 1e6:,.0f} MB"
         self.progress.update(self.task, completed=record["round"], news=news)
         if self.also:
             self.also(record)

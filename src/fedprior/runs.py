@@ -164,7 +164,12 @@ def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, 
     for key, value in about.items():
         if not value:
             raise RunError(f"{folder.config} has no {key!r}")
-    return about, run_settings({**BEFORE, **config["run"]}), config["task"], _present(folder, about, config["algorithm"])
+    return (
+        about,
+        run_settings({**BEFORE, **config["run"]}),
+        config["task"],
+        _present(folder, about, config["algorithm"]),
+    )
 
 
 RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "average")

@@ -1,15 +1,19 @@
 """One algorithm object, several engines: what Flower's strategy and clients compute is what the simulator computes."""
 
+import math
+
 import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
 import torch
 from local_grid import LocalGrid
+from torch import nn
 
 import fedprior
 from fedprior import trees
-from fedprior.flower import HardEM, Server
+from fedprior.flower import HardEM, Job, Server, client_app, own_job
+from fedprior.simulate import Settings
 from fedprior.simulate.run import build
 
 RUN = "0123456789abcdef"
@@ -53,3 +57,48 @@ def test_same_numbers_as_the_simulator(name, wire, make_job, quick, tmp_path):
         for key, value in theirs.items():
             counted = key in COUNTED
             assert ours[key] == (value if counted else pytest.approx(value, rel=0, abs=1e-9, nan_ok=True)), key
+
+
+def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path):
+    """Also where the server has no test examples: then only the clients' own scores are known."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((5, 3), (5, 1), (2, 3), (2, 1))
+    clients = [tuple(torch.randn(*size, generator=draw) for size in sizes) for _ in range(3)]
+    settings = {"rounds": 2, "clients_per_round": 3, "batch_size": 2, "evaluate_every": 1, "device": "cpu"}
+    metrics = {"mae": lambda outputs, y: (outputs - y).abs().mean()}
+    task = fedprior.own_task(nn.Linear(3, 1), clients, loss=nn.MSELoss(reduction="none"), metrics=metrics, **settings)
+    algorithm = fedprior.algorithm("fedavg", task.network)
+    expected = fedprior.run(task, algorithm, workers=1).records
+    for test in (task.data, None):
+        job = Job("own", task.network, algorithm, Settings(**settings), 3, task.data, test)
+        kept = []
+        HardEM(Server.new(job, RUN), quick, kept.append).start(LocalGrid(job, tmp_path))
+        for ours, theirs in zip(kept, expected, strict=True):
+            scores = {key for key in theirs if key.startswith(("global_", "local_"))}
+            assert scores == {"global_loss", "global_mae", "local_loss", "local_mae"}
+            assert {key for key in ours if key.startswith(("global_", "local_"))} == scores
+            for key in scores:
+                value = theirs[key] if test is not None or key.startswith("local_") else math.nan
+                assert ours[key] == pytest.approx(value, rel=1e-6, nan_ok=True)
+
+
+def test_clients_of_ones_own_job_report_an_accuracy_where_there_is_one(quick, tmp_path):
+    config = {"algorithm": "fedavg", "settings": "rounds=1; clients_per_round=2; device=cpu; evaluate_every=1"}
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    parts = [(x[i : i + 3], x[i : i + 3].argmax(1), x[i + 3 : i + 6], x[i + 3 : i + 6].argmax(1)) for i in (0, 6)]
+    for loss, known in (
+        (None, True),
+        (lambda o, y: (o[:, 0] - y).square(), True),
+        (lambda o, y: (o[:, 0] - y[:, 0]) ** 2, False),
+    ):
+        given = {} if loss is None else {"loss": loss}
+        job = own_job(config, nn.Linear(3, 3), x[0], clients=2, **given)
+        data = parts if known else [(a, b[:, None], c, d[:, None]) for a, b, c, d in parts]
+        grid = LocalGrid(job, tmp_path)
+        grid.app = client_app(
+            lambda config, job=job: job, lambda job, context, data=data: data[context.node_config["partition-id"]]
+        )
+        kept = []
+        HardEM(Server.new(job, RUN), quick, kept.append).start(grid)
+        assert kept[0]["local_loss"] > 0
+        assert ("local_accuracy" in kept[0]) == ("global_accuracy" in kept[0]) == known

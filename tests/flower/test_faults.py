@@ -80,8 +80,10 @@ def wrong_numbers(order, reply, draw):
         [
             {"loss": math.nan},
             {"loss": 3},
-            {"correct": -1},
-            {"correct": 10**6},
+            {"local_accuracy": -0.1},
+            {"local_accuracy": 1.1},
+            {"local_accuracy": 1},
+            {"local_loss": math.nan},
             {"client": 99},
             {"client": 0.5},
             {"floored": [77]},

@@ -115,11 +115,16 @@ def evaluate_command(
     from fedprior import deploy
 
     found = deploy.evaluate(run, data=data, personalise=personalise)
-    table = _table("model", "examples", "accuracy", "loss")
+    names = [name for name in found if name not in ("title", "examples", "accuracy", "loss", "by_class", "server")]
+    table = _table("model", "examples", "accuracy", "loss", *names)
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])
     for name, row in models:
-        table.add_row(name, f"{found['examples']:,}", f"{100 * row['accuracy']:.2f}%", f"{row['loss']:.4f}")
+        accuracy = f"{100 * row['accuracy']:.2f}%" if "accuracy" in row else "–"
+        own = (f"{row[metric]:.4g}" for metric in names)
+        table.add_row(name, f"{found['examples']:,}", accuracy, f"{row['loss']:.4f}", *own)
     console.print(table)
+    if "by_class" not in found:
+        return
     classes = _table("class", "right", "of", "accuracy")
     for label, (right, of) in found["by_class"].items():
         classes.add_row(str(label), str(right), str(of), f"{100 * right / of:.1f}%")

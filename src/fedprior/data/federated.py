@@ -3,7 +3,7 @@
 A client costs two slices of an index array, so a hundred thousand of them cost no more than their examples.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -72,14 +72,14 @@ class FederatedData:
     train: Shards
     test: Shards
     classes: int
+    """0: targets are not classes."""
 
     @classmethod
     def from_clients(
         cls, clients: Sequence[ClientData], *, classes: int | None = None, min_examples: int = 2
     ) -> "FederatedData":
         """From one `(x, y)` or `(x, y, test_x, test_y)` a client."""
-        if not clients:
-            raise DataError("there are no clients")
+        clients = _listed(clients)
         for client, parts in enumerate(clients):
             _check_client(client, parts, clients[0])
         x, y = torch.cat([c[0] for c in clients]), _labels(torch.cat([c[1] for c in clients]))
@@ -119,8 +119,8 @@ class FederatedData:
             )
 
     def _check_labels(self, what: str, labels: Tensor, shards: Shards) -> None:
-        """Class labels must run from 0 to classes − 1; a target of real numbers is not a label."""
-        if labels.is_floating_point() or labels.dim() != 1:
+        """Class labels must run from 0 to classes − 1; a target of real numbers is not a label, nor is one of none."""
+        if labels.is_floating_point() or labels.dim() != 1 or self.classes == 0:
             return
         wrong = (labels < 0) | (labels >= self.classes)
         if bool(wrong.any()):
@@ -131,8 +131,8 @@ class FederatedData:
 
     @property
     def labelled(self) -> bool:
-        """Whether targets are class labels, so that there is an accuracy to speak of."""
-        return self.y.dim() == 1 and not self.y.is_floating_point()
+        """Whether targets are class labels, one an example, so that they can be counted by class."""
+        return self.classes > 0 and self.y.dim() == 1 and not self.y.is_floating_point()
 
     @property
     def clients(self) -> int:
@@ -190,9 +190,28 @@ def _resident(values: Tensor, device: torch.device) -> Tensor:
     return copies[str(device)]
 
 
+def _listed(clients: Any) -> list[ClientData]:
+    """Clients one after the other; refuses what looks like something else."""
+    if isinstance(clients, Mapping):
+        raise DataError("the clients are a dictionary; give a list of them, list(clients.values())")
+    if not isinstance(clients, Iterable) or isinstance(clients, Tensor | np.ndarray | str):
+        kind = type(clients).__name__
+        raise DataError(f"the clients are a {kind}; give a list with one tuple of tensors (x, y) a client")
+    found = list(clients)
+    if not found:
+        raise DataError("there are no clients")
+    return found
+
+
 def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
     """Refuse what cannot be put in one array with the others."""
-    if len(parts) not in (2, 4) or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
+    if isinstance(parts, tuple | list) and any(isinstance(part, np.ndarray) for part in parts):
+        raise DataError(f"client {client} has NumPy arrays; give tensors, torch.from_numpy(array)")
+    if (
+        not isinstance(parts, tuple | list)
+        or len(parts) not in (2, 4)
+        or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts)
+    ):
         raise DataError(f"client {client} is not a tuple of tensors (x, y) or (x, y, test_x, test_y)")
     for what, x, y in (("training", *parts[:2]), ("test", *parts[2:]))[: len(parts) // 2]:
         if len(x) != len(y):

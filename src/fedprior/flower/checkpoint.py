@@ -12,7 +12,7 @@ FORMAT = "fedprior-flower-checkpoint-1"
 def save(path: Path, server: Server, records: str) -> None:
     """Everything that the next round depends on, and a checksum of the records that led here."""
     moments = server.optimiser.state() if server.optimiser else {}
-    tree = {"state": server.state, "moments": moments, "clients": {"accuracy": server.accuracy}}
+    tree = {"state": server.state, "moments": moments, "clients": server.scores}
     known = {"accepted": server.accepted, "examples": server.examples}
     more = {name: json.dumps(list(numbers.items())) for name, numbers in known.items()}
     storage.save(path, FORMAT, storage.Saved(server.run, server.round, server.seconds, records, tree, more))
@@ -26,10 +26,11 @@ def load(path: Path, server: Server) -> str:
         examples = dict(json.loads(saved.more.get("examples", "[]")))
     with storage.fitting(path):
         state = storage.like(server.state, saved.tree["state"], server.root.device)
-        accuracy = storage.like(server.accuracy, saved.tree["clients"]["accuracy"])
+        kept = saved.tree["clients"]  # an older version kept accuracies only
+        scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in server.scores.items()}
         if server.optimiser is not None:
             server.optimiser.load_state(storage.moments(saved.tree.get("moments", {})))
-    server.state, server.accuracy = state, accuracy
+    server.state, server.scores = state, scores
     server.accepted, server.examples = accepted, examples
     server.round, server.seconds = saved.round, saved.seconds
     return saved.records

@@ -14,13 +14,15 @@ from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
 from fedprior.em import Algorithm
 from fedprior.errors import DataError, SettingError
+from fedprior.metrics import with_classes
 from fedprior.models import check_trainable
-from fedprior.network import Loss, Network, cross_entropy
+from fedprior.network import Loss, Metric, Network, cross_entropy
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import Settings
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.run import check_cohort
 from fedprior.tasks import task as named_task
+from fedprior.tasks.base import check_metrics
 from fedprior.version import __version__
 from fedprior.weighting import check_takes_weight
 
@@ -70,6 +72,12 @@ class Job:
             raise DataError("this job has no data of its own; the app must load each client's")
         train, test = self.data.train[client], self.data.test[client]
         return self.data.x[train], self.data.y[train], self.data.test_x[test], self.data.test_y[test]
+
+    def examples(self, clients: list[ClientData], network: Network) -> FederatedData:
+        """Examples from outside; only with the default loss must whole numbers be labels."""
+        if self.data is not None:
+            return FederatedData.from_clients(clients, classes=self.data.classes, min_examples=1)
+        return outside(clients, network)
 
     def config(self) -> dict[str, dict[str, Any]]:
         """What a run's config.toml says of it."""
@@ -141,6 +149,7 @@ def own_job(
     *,
     clients: int,
     loss: Loss = cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
     test: tuple[Tensor, Tensor] | None = None,
     name: str = "own",
     **defaults: Any,
@@ -149,7 +158,7 @@ def own_job(
 
     `algorithm` and `settings` come from the run config; `defaults` are settings of the run that it may override.
     """
-    network, chosen = Network(model, example, loss), str(config.get("algorithm", ""))
+    network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     given, known = parse_settings(config), algorithm_settings(chosen, {})
     for key in given:
         if key not in known and key not in runs.RUN_OPTIONS:
@@ -158,8 +167,14 @@ def own_job(
     settings = _settings({**few, **defaults, **{k: v for k, v in given.items() if k in runs.RUN_OPTIONS}})
     built = named_algorithm(chosen, network, **{k: v for k, v in given.items() if k in known})
     # Only the test part of it is ever looked at.
-    tested = FederatedData.from_clients([(*test, *test)], min_examples=1) if test is not None else None
+    tested = outside([(*test, *test)], network) if test is not None else None
     return Job(name, network, built, settings, clients, test=tested)
+
+
+def outside(clients: list[ClientData], network: Network) -> FederatedData:
+    """Examples that no task has looked at. Only with the default loss must whole numbers be labels."""
+    labels = None if network.loss is cross_entropy else 0
+    return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
 
 
 def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:

@@ -65,11 +65,11 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round, l
     if about.get("round") != turn.number:
         raise WireError(f"the reply is of round {_short(about.get('round'))}, expected {turn.number}")
     examples = _examples(about, limits)
-    loss, correct, tested = about.get("loss"), about.get("correct"), about.get("tested")
+    loss, tested = about.get("loss"), about.get("tested")
     if not isinstance(loss, float) or not math.isfinite(loss):
         raise WireError("the reply has no finite loss")
-    if not _whole(tested, 0, 2**62) or not _whole(correct, 0, tested):
-        raise WireError("the reply's test counts make no sense")
+    if not _whole(tested, 0, 2**62):
+        raise WireError("the reply does not say how many test examples there are")
     mean, largest = about.get("tv_mean"), about.get("tv_max")
     apart = (mean, largest) if _probability(mean) and _probability(largest) else None
     layers, kept = list(turn.up.gates), about.get("floored", [])
@@ -79,12 +79,20 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round, l
         message=server.read(turn, client, _unwrap(content)),
         examples=examples,
         loss=loss,
-        correct=correct,
-        tested=tested,
+        scores=_scores(about, server) if tested else {},
         disagreement=apart,
         floored=tuple(layers[i] for i in kept),
         forgot=about.get("forgot") == 1,
     )
+
+
+def _scores(about: dict[str, Any], server: Server) -> dict[str, float]:
+    """What a client says of its hard assignment on its own test examples, or a WireError; others' names are left."""
+    found = {name: about[f"local_{name}"] for name in server.scores if f"local_{name}" in about}
+    for name, value in found.items():
+        if not isinstance(value, float) or not math.isfinite(value) or (name == "accuracy" and not 0 <= value <= 1):
+            raise WireError(f"the reply's {name} on its test examples makes no sense")
+    return found
 
 
 def check_introduction(content: RecordDict, server: Server, turn: Round, limits: Limits) -> tuple[int, int]:

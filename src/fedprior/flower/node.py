@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from fedprior.errors import DivergedError, WireError
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
 from fedprior.keys import Purpose
-from fedprior.metrics import accuracy_count, disagreement
+from fedprior.metrics import Measures, disagreement, measures, sums
 from fedprior.network import Network
 from fedprior.simulate.batches import ClientBatches
 from fedprior.simulate.server import floored
@@ -50,6 +51,7 @@ class Node:
     """Where it keeps what it remembers."""
     down: wire.Layout
     up: wire.Layout
+    measures: Measures
 
     @classmethod
     def new(cls, job: Job, client: int, data: ClientData, folder: Path) -> "Node":
@@ -57,11 +59,11 @@ class Node:
         job.check_client(client)
         device = job.settings.resolved_device()
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
-        classes = job.data.classes if job.data is not None else None
-        own = FederatedData.from_clients([data], classes=classes, min_examples=1).to(device)
+        own = job.examples([data], network).to(device)
         # Any server state gives the layouts: they depend on the model and the prior alone.
         blank = job.algorithm.init(network.params(), network.statistics())
-        return cls(job, client, network, own, folder, job.algorithm.downlink(blank), job.algorithm.uplink(blank))
+        layouts = job.algorithm.downlink(blank), job.algorithm.uplink(blank)
+        return cls(job, client, network, own, folder, *layouts, measures(network, own))
 
     def introduce(self) -> dict[str, int | float | list[int]]:
         """Who this is, and fingerprints of what it understands and speaks."""
@@ -87,15 +89,20 @@ class Node:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
         rows = self.data.test[0]
         params = {**algorithm.prior.realise(step.upload, packet), **step.own}
-        correct = accuracy_count(self.network, params, self.data.test_x[rows], self.data.test_y[rows])
+        found = sums(self.network, self.measures, params, self.data.test_x[rows], self.data.test_y[rows]) / len(rows)
         kept = floored(step.upload)
         metrics: dict[str, int | float | list[int]] = {
             "client": self.client,
             "round": order.number,
             "examples": self.data.train.size(0),
             "loss": float(step.loss),
-            "correct": int(correct),
-            "tested": len(rows) if self.data.labelled else 0,
+            "tested": len(rows),
+            # Nothing is said of a loss that is not finite, which the server would refuse.
+            **{
+                f"local_{name}": one
+                for name, one in zip(self.measures.names, found.tolist(), strict=True)
+                if isfinite(one)
+            },
             "floored": [i for i, layer in enumerate(self.up.gates) if layer in kept],
             **disagreement(step.gates, algorithm.prior.gates(packet)),
         }

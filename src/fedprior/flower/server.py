@@ -1,6 +1,7 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
 import copy
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fedprior import keys, trees, wire
 from fedprior.flower.job import Job
 from fedprior.keys import Purpose
+from fedprior.metrics import Measures, blank_scores, measures
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.server import Record, evaluate, final_model, floored, totals, update
@@ -28,9 +30,8 @@ class Upload(NamedTuple):
     examples: int
     """How many examples the client says it has."""
     loss: float
-    correct: int
-    tested: int
-    """How many test examples the client has of its own, and how many its hard assignment gets right."""
+    scores: Mapping[str, float]
+    """By measure, the mean over the client's own test examples with its hard assignment; empty where it has none."""
     disagreement: tuple[float, float] | None = None
     """Mean and maximum of |π − θ| over gates; None where there are none."""
     floored: tuple[str, ...] = ()
@@ -70,8 +71,9 @@ class Server:
     root: Tensor
     state: Tree
     optimiser: TreeOptimiser | None
-    accuracy: Tensor
-    """Each client's test accuracy with the model it last sent; nan before its first turn."""
+    measures: Measures
+    scores: dict[str, Tensor]
+    """By measure, each client's mean on its test set with the model it last sent; nan before its first turn."""
     accepted: dict[int, int] = field(default_factory=dict)
     """For every client, the last round in which its upload was used."""
     examples: dict[int, int] = field(default_factory=dict)
@@ -86,8 +88,14 @@ class Server:
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None
-        accuracy = torch.full((job.clients,), torch.nan, dtype=torch.float64)
-        return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, accuracy)
+        what = measures(network, job.test)
+        scores = blank_scores(what, job.clients)
+        return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, what, scores)
+
+    @property
+    def accuracy(self) -> Tensor:
+        """Each client's test accuracy with the model it last sent; nan before its first turn, or where none is."""
+        return self.scores.get("accuracy", torch.full((self.job.clients,), torch.nan, dtype=torch.float64))
 
     def begin(self) -> Round:
         """Open the next round."""
@@ -130,8 +138,8 @@ class Server:
         self.examples |= examples
         for client, upload in uploads.items():
             self.accepted[client] = turn.number
-            if upload.tested:
-                self.accuracy[client] = upload.correct / upload.tested
+            for name, values in self.scores.items() if upload.scores else ():
+                values[client] = upload.scores.get(name, math.nan)
         self.round = turn.number
         losses = [upload.loss for upload in uploads.values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
@@ -155,11 +163,15 @@ class Server:
         return record
 
     def evaluate(self) -> Record:
-        """Accuracies and size of the server as it is; the global accuracy needs test examples at the server."""
+        """Scores and size of the server as it is; the global ones need test examples at the server."""
         test, device = self.job.test, self.root.device
         workers = Workers(self.network, 1 if device.type != "cpu" else torch.get_num_threads())
         data = test.to(device) if test is not None else None
-        return evaluate(self.job.algorithm, self.state, self.accuracy, workers, data)
+        what, scores = self.measures, self.scores
+        if test is None and bool(self.accuracy.isnan().all()):  # clients have reported none: there is none
+            what = what._replace(names=tuple(name for name in what.names if name != "accuracy"))
+            scores = {name: scores[name] for name in what.names}
+        return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
 
     def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
         """The new state; the old one with the old moments if it is not finite, as in the simulator."""
@@ -172,7 +184,7 @@ class Server:
 
     def model(self) -> nn.Module:
         """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
-        return final_model(self.job.algorithm, self.state, self.network.module)
+        return final_model(self.job.algorithm, self.state, self.network.module, self.measures.class_dim)
 
     def summary(self, records: list[Record]) -> Record:
         """Totals and final values, as the simulator's, and how many replies were refused or missing."""

@@ -8,6 +8,9 @@ from fedprior.errors import ModelError
 
 def check_trainable(model: nn.Module) -> None:
     """Refuse what federated training cannot give a meaning to, and say what to use instead."""
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ModelError(f"the model is {kind}, not a torch.nn.Module; give a module, as torch.nn.Linear(3, 2)")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
             raise ModelError(
@@ -22,7 +25,9 @@ def check_trainable(model: nn.Module) -> None:
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
             kind = type(module).__name__
             raise ModelError(f"module {name!r} is a {kind}, whose random draws no key controls. Use Dropout instead")
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ModelError(f"parameter {name!r} has no shape yet: run the model once on an example first")
         if "/" in name:
             raise ModelError(
                 f"parameter {name!r} has a slash in its name, which separates the names of a path in checkpoints. "

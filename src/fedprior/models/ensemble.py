@@ -7,11 +7,16 @@ from torch import Tensor, nn
 
 
 class Ensemble(nn.Module):
-    """The logarithm of the members' mean probability: softmax gives that mean, argmax its vote."""
+    """The logarithm of the members' mean probability: softmax gives that mean, argmax its vote.
 
-    def __init__(self, members: Iterable[nn.Module]) -> None:
+    Where outputs are no logits of classes (`class_dim` None), the members' mean output.
+    """
+
+    def __init__(self, members: Iterable[nn.Module], class_dim: int | None = -1) -> None:
         super().__init__()
-        self.members = nn.ModuleList(members)
+        self.members, self.class_dim = nn.ModuleList(members), class_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([member(x).softmax(-1) for member in self.members]).mean(0).log()
+        if self.class_dim is None:
+            return torch.stack([member(x) for member in self.members]).mean(0)
+        return torch.stack([member(x).softmax(self.class_dim) for member in self.members]).mean(0).log()

@@ -94,7 +94,9 @@ class Mixture(Prior):
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         if self.components == 1:
             return {"weights": {name: value[0] for name, value in packet["weights"].items()}}
-        best = torch.func.vmap(explain)(packet["weights"]).argmin().reshape(1)
+        # One after the other: a user's loss may not run under two vmaps, as torch's mse_loss does not.
+        members = [{name: value[k] for name, value in packet["weights"].items()} for k in range(self.components)]
+        best = torch.stack([explain(member) for member in members]).argmin().reshape(1)
         return {"weights": {name: value.index_select(0, best)[0] for name, value in packet["weights"].items()}}
 
     def downlink(self, server: Tree) -> Layout:

@@ -17,7 +17,8 @@ from fedprior.files import write_atomically, writing
 from fedprior.late import MEANS
 from fedprior.report.page_data import page_data, span
 from fedprior.report.records import Broken, Group, Run, group_runs
-from fedprior.report.tables import HEADER, cells
+from fedprior.report.table import score
+from fedprior.report.tables import cells, header, more_of
 from fedprior.version import __version__
 
 TEMPLATE = """<!doctype html>
@@ -46,6 +47,10 @@ it, on its own. Bytes are those of the messages, both directions.</p>
 <div class="grid" id="accuracy-bytes"></div>
 <h2>Accuracy against rounds</h2>
 <div class="grid" id="accuracy-rounds"></div>
+<section id="scores-section">
+<h2>Held-out loss and metrics</h2>
+<div class="grid" id="scores"></div>
+</section>
 <h2>Sparsity</h2>
 <p class="soft">The share of the parameters that is not part of the server's network any more.</p>
 <div class="grid" id="sparsity"></div>
@@ -145,15 +150,15 @@ def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
 
 def _table(groups: Sequence[Group]) -> str:
     """A row a run, and under several seeds of a label their mean and standard error."""
-    lines = []
+    lines, more = [], more_of([run for group in groups for run in group.runs])
     for number, group in enumerate(groups):
         swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
         for run in group.runs:
-            lines.append(_row(cells(run), swatch, f'data-run="{html.escape(str(run.path))}"'))
+            lines.append(_row(cells(run, more), swatch, f'data-run="{html.escape(str(run.path))}"'))
         finished = replace(group, runs=tuple(run for run in group.runs if run.finished))
         if len({run.seed for run in finished.runs}) > 1:
-            lines.append(_row(_mean_cells(finished), swatch, 'class="mean"'))
-    head = "".join(f"<th>{name}</th>" for name in HEADER)
+            lines.append(_row(_mean_cells(finished, more), swatch, 'class="mean"'))
+    head = "".join(f"<th>{name}</th>" for name in header(more))
     return f'<table class="runs" id="runs"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
@@ -162,7 +167,7 @@ def _row(texts: Sequence[str], swatch: str, attributes: str) -> str:
     return f"<tr {attributes}><td>{swatch}{first}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
 
 
-def _mean_cells(group: Group) -> list[str]:
+def _mean_cells(group: Group, more: Sequence[str]) -> list[str]:
     def cell(name: str, factor: float, unit: str = "") -> str:
         found = group.late(name) if name.endswith("accuracy") else group.final(name)
         if not math.isfinite(found.mean):
@@ -173,7 +178,13 @@ def _mean_cells(group: Group) -> list[str]:
     accuracies = [cell(name, 100, "%") for name in ("global_accuracy", "local_accuracy")]
     traffic = [cell(name, 1e-6) for name in ("bytes_up", "bytes_down")]
     name = f"{group.label}, mean ± s.e."
-    return [name, "", "", *accuracies, *traffic, cell("sparsity", 100, "%"), "", cell("seconds", 1)]
+    scores = [_mean_score(group, name) for name in more]
+    return [name, "", "", *accuracies, *traffic, cell("sparsity", 100, "%"), "", cell("seconds", 1), *scores]
+
+
+def _mean_score(group: Group, name: str) -> str:
+    found = group.final(name)
+    return score(found.mean) + (f" ± {score(found.error)}" if math.isfinite(found.error) else "")
 
 
 def _settings(runs: Sequence[Run]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedprior.report.records import Group, Partition, Run
+from fedprior.report.table import SCORES
 from fedprior.report.watch import round_seconds
 
 POINTS = 800
@@ -14,7 +15,7 @@ POINTS = 800
 CLIENTS = 1000
 """A partition's picture has about so many clients; of more, every second, third, … is drawn."""
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
-PER_EVALUATION = ("global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max")
+PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
 
 
 def span(values: Iterable[int]) -> str:
@@ -38,10 +39,11 @@ def page_data(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
-    evaluated = [record for record in run.rounds if "global_accuracy" in record]
+    evaluated = [record for record in run.rounds if "sparsity" in record]
     evaluated = evaluated[:: max(1, len(evaluated) // POINTS)] + evaluated[-1:] * (len(evaluated) > POINTS)
     sent = run.series("gib")
     layers = sorted({key for record in evaluated for key in record if key.startswith("sparsity/")}, key=_natural(run))
+    scores = dict.fromkeys(key for record in evaluated for key in record if key.startswith(SCORES))
     seconds = round_seconds(run.path)
     per_round: dict[str, Sequence[Any]] = {name: [record.get(name) for record in run.rounds] for name in PER_ROUND}
     if seconds:
@@ -55,7 +57,7 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
             "bytes": [round(sent[record["round"]] * 2**30) for record in evaluated],
             **{
                 name: [_number(record.get(name)) for record in evaluated]
-                for name in PER_EVALUATION
+                for name in (*scores, *PER_EVALUATION)
                 if any(record.get(name) is not None for record in evaluated)
             },
         },

@@ -25,7 +25,8 @@ HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "work
 GIB = 2**30
 FILES = ("config.toml", "rounds.jsonl", "summary.json")
 NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
-"""What every summary has. Null is a number that does not exist, such as an accuracy without test examples."""
+"""What summaries have; an accuracy only where targets are classes. Null is a number that does not exist, such as one
+without test examples."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,9 @@ def _summary(path: Path) -> dict[str, Any] | None:
         raise ValueError("summary.json is damaged: it does not say how many rounds there were")
     for key in NUMBERS:
         wrong = summary.get(key) is None if key.startswith("bytes") else False
-        if wrong or key not in summary or not (summary[key] is None or _is_number(summary[key], finite=False)):
+        missing = key not in summary and not key.endswith("accuracy")
+        number = summary.get(key) is None or _is_number(summary[key], finite=False)
+        if wrong or missing or not number:
             raise ValueError(f"summary.json is damaged: {key} is not a number")
     return summary
 

@@ -1,6 +1,7 @@
 """One table of runs: accuracies, megabytes, sparsity."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,8 +12,32 @@ from fedprior.late import MEANS
 COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "parameters", "seconds")
 
 
-def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
+SCORES = ("global_", "local_")
+"""How the names of what was measured on test examples begin."""
+
+
+def more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What else is shown of these runs: metrics of a user's own, and the loss where a run has no accuracy."""
+    accurate = all(s.get("global_accuracy") is not None for s in summaries)
+    usual = {"accuracy", "loss"} if accurate else {"accuracy"}
+    found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
+    names = dict.fromkeys(key.split("_", 1)[1] for key in found)
+    return [f"{prefix}{name}" for name in names if name not in usual for prefix in SCORES]
+
+
+def columns(more: Sequence[str]) -> list[str]:
+    """The table's header; `global_mae` is headed "global mae"."""
+    return [*COLUMNS, *(name.replace("_", " ", 1) for name in more)]
+
+
+def score(value: Any) -> str:
+    """A measured number in four digits."""
+    return f"{value:.4g}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def rows(summaries: Sequence[Mapping[str, Any]], more: Sequence[str] | None = None) -> list[list[str]]:
     """The cells of the table, one row a run, with its seed where they have several."""
+    more = more_scores(summaries) if more is None else more
     several = len(_seeds(summaries)) > 1
     return [
         [
@@ -24,6 +49,7 @@ def rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
             _percent(s["sparsity"]),
             "–" if s["effective_parameters"] is None else f"{s['effective_parameters']:,}",
             "–" if s["seconds"] is None else f"{s['seconds']:,.1f}",
+            *(score(s.get(name)) for name in more),
         ]
         for s in summaries
     ]
@@ -34,7 +60,7 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         title=_title(summaries), title_justify="left", caption=MEANS, caption_justify="left", box=box.SIMPLE_HEAD
     )
-    for i, column in enumerate(COLUMNS):
+    for i, column in enumerate(columns(more_scores(summaries))):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows(summaries):
         table.add_row(*row)
@@ -43,7 +69,8 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
 
 def markdown_table(summaries: Sequence[dict[str, Any]]) -> str:
     """The same table for a file."""
-    return f"{_title(summaries)}\n\n{markdown_lines(COLUMNS, rows(summaries))}\n{MEANS}\n"
+    lines = markdown_lines(columns(more_scores(summaries)), rows(summaries))
+    return f"{_title(summaries)}\n\n{lines}\n{MEANS}\n"
 
 
 def markdown_lines(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
@@ -60,13 +87,13 @@ def _title(summaries: Sequence[dict[str, Any]]) -> str:
     return f"{s['task']}, {s['rounds']} rounds, seed {seeds}, {s['device']}, fedprior {s['version']}"
 
 
-def _seeds(summaries: Sequence[dict[str, Any]]) -> list[int]:
+def _seeds(summaries: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted({s["seed"] for s in summaries if "seed" in s})
 
 
-def _late(summary: dict[str, Any], name: str) -> float | None:
+def _late(summary: Mapping[str, Any], name: str) -> float | None:
     """The mean of the last 5% of rounds; of a summary that is older than that, the last evaluation."""
-    found: float | None = summary.get(f"{name}_late", summary[name])
+    found: float | None = summary.get(f"{name}_late", summary.get(name))
     return found
 
 

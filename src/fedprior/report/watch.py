@@ -60,9 +60,12 @@ def view(path: Path, runs: Sequence[Run | Broken]) -> RenderableType:
             continue
         _add_row(table, run)
         accuracy = list(run.series("global_accuracy").values())
+        loss = list(run.series("global_loss").values()) if not accuracy else []
         if len(accuracy) > 1:
             ends = f"{100 * accuracy[0]:.1f}% … {100 * accuracy[-1]:.1f}%"
             lines.append(Text(f"  {run.label}  accuracy {sparkline(accuracy)}  {ends}"))
+        elif len(loss) > 1:
+            lines.append(Text(f"  {run.label}  held-out loss {sparkline(loss)}  {loss[0]:.4g} … {loss[-1]:.4g}"))
     return Group(*lines)
 
 

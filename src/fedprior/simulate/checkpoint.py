@@ -15,7 +15,7 @@ def save(path: Path, simulation: Simulation, records: str = "") -> None:
     moments = simulation.optimiser.state() if simulation.optimiser else {}
     tree: dict[str, Any] = {"server": simulation.server, "optimiser": moments}
     tree["memory"] = {str(client): remembered for client, remembered in simulation.memory.items()}
-    tree["clients"] = {"accuracy": simulation.accuracy}
+    tree["clients"] = simulation.scores
     saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree)
     storage.save(path, FORMAT, saved)
 
@@ -25,13 +25,14 @@ def load(path: Path, simulation: Simulation) -> str:
     saved = storage.load(path, FORMAT, _identity(simulation))
     with storage.fitting(path):
         server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
-        accuracy = storage.like(simulation.accuracy, saved.tree["clients"]["accuracy"])
+        kept = saved.tree["clients"]  # an older version kept accuracies only
+        scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in simulation.scores.items()}
         network = simulation.network
         blank = simulation.algorithm.remember(network.params(), network.statistics())
         memory = {int(client): storage.like(blank, found) for client, found in saved.tree.get("memory", {}).items()}
         if simulation.optimiser is not None:
             simulation.optimiser.load_state(storage.moments(saved.tree.get("optimiser", {})))
-    simulation.server, simulation.accuracy, simulation.memory = server, accuracy, memory
+    simulation.server, simulation.scores, simulation.memory = server, scores, memory
     simulation.round, simulation.seconds = saved.round, saved.seconds
     return saved.records
 

@@ -9,7 +9,7 @@ from fedprior import keys, trees
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm, e_step
 from fedprior.keys import Purpose
-from fedprior.metrics import accuracy_count
+from fedprior.metrics import Measures, sums
 from fedprior.network import Network
 from fedprior.simulate import ranks
 from fedprior.simulate.attack import Attack
@@ -30,8 +30,8 @@ class CohortResult(NamedTuple):
     """The uploads as they travel, where they are rounded."""
     own: dict[str, Tensor]
     """The clients' own statistics of the models they sent."""
-    correct: Tensor
-    """Of each client's own test examples, how many its hard assignment gets right."""
+    scores: Tensor
+    """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
 
 
 class Cohort(NamedTuple):
@@ -43,6 +43,7 @@ class Cohort(NamedTuple):
     hostile: Tensor | None
     """Which clients attack; None: there are no attacks."""
     uplink: Layout
+    measures: Measures
 
 
 def in_turn(
@@ -69,8 +70,7 @@ def in_turn(
         rows = data.test[client]
         params = {**algorithm.prior.realise(step.upload, packet), **step.own}
         x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
-        correct = accuracy_count(network, params, x, y)
-        stacked.put(place, (*step, correct))
+        stacked.put(place, (*step, sums(network, cohort.measures, params, x, y)))
 
     workers.map(train, range(len(places)))
     return CohortResult(*ranks.gather(stacked.rows, len(cohort.clients)))

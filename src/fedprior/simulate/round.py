@@ -15,7 +15,7 @@ from fedprior import keys, trees, wire
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
 from fedprior.keys import Purpose
-from fedprior.metrics import disagreement
+from fedprior.metrics import Measures, blank_scores, disagreement, measures
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.simulate.attack import ATTACKS, Attack
@@ -50,8 +50,9 @@ class Simulation:
     """Which clients attack, if any do."""
     server: Tree
     optimiser: TreeOptimiser | None
-    accuracy: Tensor
-    """Each client's test accuracy with the model it last sent; nan before its first turn."""
+    measures: Measures
+    scores: dict[str, Tensor]
+    """By measure, each client's mean on its test set with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
     """What each client that has had a turn remembers: for the correction, and of its own statistics."""
     round: int = 0
@@ -71,7 +72,7 @@ class Simulation:
         uplink = self.algorithm.uplink(server)
         spoken, packets, down, kept = self._send_packets(server, clients, key)
         hostile = self.hostile[clients] if self.attack else None
-        chosen = Cohort(clients, packets, self._recall(clients), hostile, uplink)
+        chosen = Cohort(clients, packets, self._recall(clients), hostile, uplink, self.measures)
         result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
@@ -79,7 +80,7 @@ class Simulation:
         self.server = update(self.algorithm, server, uploads, self.optimiser, self.share(clients), number)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
-        self.measure(clients, result.correct)
+        self.measure(clients, result.scores)
         self.round = number
         record = self.record(up, down, float(result.loss.mean()), kept, evaluate)
         if evaluate:
@@ -92,11 +93,16 @@ class Simulation:
         train = self.data.train
         return share(self.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
 
-    def measure(self, clients: list[int], correct: Tensor) -> None:
-        """Note what share of their own test examples these clients get right with the models they sent."""
+    @property
+    def accuracy(self) -> Tensor:
+        """Each client's test accuracy with the model it last sent; nan before its first turn, or where none is."""
+        return self.scores.get("accuracy", torch.full((self.data.clients,), torch.nan, dtype=torch.float64))
+
+    def measure(self, clients: list[int], scores: Tensor) -> None:
+        """Note how these clients do on their own test examples, [clients, measures], with the models they sent."""
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
-        if self.data.labelled:
-            self.accuracy[clients] = correct.cpu().double() / sizes
+        for name, column in zip(self.measures.names, scores.cpu().unbind(1), strict=True):
+            self.scores[name][clients] = column / sizes
 
     def record(self, up: int, down: int, loss: float, kept: set[str], evaluate: bool) -> Record:
         """What is written down of the round that has just ended."""
@@ -106,8 +112,8 @@ class Simulation:
         return record | self.evaluate() if evaluate else record
 
     def evaluate(self) -> Record:
-        """Accuracies and size of the server as it is."""
-        return evaluate(self.algorithm, self.server, self.accuracy, self.workers, self.data)
+        """Scores and size of the server as it is."""
+        return evaluate(self.algorithm, self.server, self.measures, self.scores, self.workers, self.data)
 
     def _recall(self, clients: list[int]) -> Tree:
         """The clients' memories, stacked; those of new ones are as before a first turn."""
@@ -178,6 +184,7 @@ def simulation(
     root = keys.key(seed, device)
     server = algorithm.init(network.params(), network.statistics())
     hostile = torch.zeros(data.clients, dtype=torch.bool, device=device)
+    what = measures(network, data)
     hostile[keys.choose(keys.fold(root, Purpose.ATTACK), data.clients, round(attackers * data.clients))] = True
     return Simulation(
         algorithm=algorithm,
@@ -194,7 +201,8 @@ def simulation(
         hostile=hostile,
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
-        accuracy=torch.full((data.clients,), torch.nan, dtype=torch.float64),
+        measures=what,
+        scores=blank_scores(what, data.clients),
         arithmetic=arithmetic,
         weighting=weighting,
     )

@@ -216,7 +216,7 @@ class Job:
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
         sim = self.simulation
-        module = final_model(sim.algorithm, sim.server, sim.network.module)
+        module = final_model(sim.algorithm, sim.server, sim.network.module, sim.measures.class_dim)
         summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
         if self.folder:
             self.folder.finish(summary, learned(module))

@@ -1,8 +1,7 @@
 """What happens at the server alike in a simulation and in a deployment: update, evaluate, and the finished model."""
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from fedprior.data import FederatedData
 from fedprior.em import Algorithm, m_step
 from fedprior.errors import DivergedError
 from fedprior.late import late
-from fedprior.metrics import ensemble_accuracy, layer_sparsity, local_accuracy
+from fedprior.metrics import Measures, global_scores, layer_sparsity, local_scores
 from fedprior.models import Ensemble
 from fedprior.optimisers import TreeOptimiser
 from fedprior.trees import Params, Tree
@@ -43,15 +42,20 @@ def update(
 
 
 def evaluate(
-    algorithm: Algorithm, state: Tree, accuracy: Tensor, workers: Workers, data: FederatedData | None
+    algorithm: Algorithm,
+    state: Tree,
+    measures: Measures,
+    scores: Mapping[str, Tensor],
+    workers: Workers,
+    data: FederatedData | None,
 ) -> Record:
-    """Accuracies and size of the server as it is; the global accuracy needs test examples."""
+    """Global and local scores and size of the server as it is; the global ones need test examples."""
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
     return {
-        "global_accuracy": ensemble_accuracy(workers, algorithm.ship(server), data) if data is not None else math.nan,
-        "local_accuracy": local_accuracy(accuracy),
+        **global_scores(workers, measures, algorithm.ship(server), data),
+        **local_scores(scores),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
     }
@@ -62,9 +66,8 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
     server, last = algorithm.prior.prune(state), records[-1]
     return {
         "rounds": len(records),
-        "global_accuracy": last.get("global_accuracy"),
-        "local_accuracy": last.get("local_accuracy"),
-        **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy")},
+        **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
+        **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),
@@ -73,14 +76,14 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
     }
 
 
-def final_model(algorithm: Algorithm, state: Tree, module: nn.Module) -> nn.Module:
+def final_model(algorithm: Algorithm, state: Tree, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
     """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
     models = algorithm.ship(algorithm.prior.prune(state))
     members = []
     for k in range(len(next(iter(models.values())))):
         member = copy.deepcopy(module)
         members.append(with_values(member, trees.row(models, k)))
-    return members[0] if len(members) == 1 else Ensemble(members).eval()
+    return members[0] if len(members) == 1 else Ensemble(members, class_dim).eval()
 
 
 def with_values(module: nn.Module, values: Params) -> nn.Module:

@@ -46,7 +46,8 @@ class Numbers(NamedTuple):
     """Mean and maximum total variation; empty where there are no gates."""
     floored: Tensor
     """One flag a layer."""
-    correct: Tensor
+    scores: Tensor
+    """[runs, cohort · measures]: added up over each client's test examples."""
 
 
 class Outputs(NamedTuple):

@@ -18,6 +18,7 @@ from fedprior import keys, trees
 from fedprior.em import Algorithm, EStep, e_step, m_step
 from fedprior.errors import DivergedError
 from fedprior.keys import Purpose
+from fedprior.metrics import each
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
 from fedprior.simulate import arithmetic, carry, ranks, streaming
@@ -157,8 +158,8 @@ class Together:
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1])
         step = train(algorithm, first.network, own, batches, client_keys, memory)
-        correct = self._correct(step, own, *self._examples("test", inputs, flat), shape.tests)
-        step, correct = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(correct, everyone)
+        scores = self._scores(step, own, *self._examples("test", inputs, flat), shape.tests)
+        step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
         loss = step.loss.unflatten(0, (number, self.cohort))
@@ -174,7 +175,7 @@ class Together:
             fine_server=fine_server,
             disagreement=disagreement_of(step.gates, vmap(prior.gates)(packets), number),
             floored=floored,
-            correct=correct.unflatten(0, (number, self.cohort)),
+            scores=scores.reshape(number, -1),
         )
         return Outputs(numbers, step.memory)
 
@@ -235,16 +236,19 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _correct(self, step: EStep, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
-        """Of each client's own test examples, how many its hard assignment gets right."""
-        if capacity == 0 or not self.runs[0].data.labelled:
-            return torch.zeros_like(places.size)
+    def _scores(self, step: EStep, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+        """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
+        network, what = self.runs[0].network, self.runs[0].measures
+        if capacity == 0:
+            return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
         params = {**vmap(self.algorithm.prior.realise)(step.upload, packet), **step.own}
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
-            outputs = vmap(self.runs[0].network.predict)(params, x[rows], real)
-        return ((outputs.argmax(-1) == y[rows]) & real).sum(1)
+            found = vmap(lambda params, x, y, real: each(network, what, network.predict(params, x, real), y))(
+                params, x[rows], y[rows], real
+            )
+        return torch.where(real[:, None], found, 0.0).sum(2)
 
     # ------------------------------------------------------------------ each run as if alone
     def _show(self) -> None:
@@ -267,7 +271,7 @@ class Together:
             return
         for i, client in enumerate(clients if self.blank else []):
             run.memory[client] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))
-        run.measure(clients, numbers.correct[place])
+        run.measure(clients, numbers.scores[place].unflatten(0, (self.cohort, -1)))
         run.round = number
 
     def _record(self, place: int, run: Simulation, numbers: Numbers, evaluate: bool) -> Record:

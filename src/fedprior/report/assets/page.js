@@ -278,6 +278,13 @@ for (const [where, x] of [["bytes", BYTES], ["rounds", ROUND]]) {
   new LineChart(grid(`accuracy-${where}`), { title: `Global accuracy against ${where}`, series: lines(field, "global_accuracy"), x, y: { ...SHARE, skip: true }, empty: "No run has been evaluated yet." });
   new LineChart(grid(`accuracy-${where}`), { title: `Local accuracy against ${where}`, series: lines(field, "local_accuracy"), x, y: { ...SHARE, skip: true }, empty: "No run has been evaluated yet." });
 }
+// Held-out loss, and metrics of a user's own.
+const scores = [...new Set(runs.flatMap((r) => Object.keys(r.evaluated)))].filter((f) => /^(global|local)_/.test(f) && !f.endsWith("_accuracy"));
+for (const field of scores) {
+  const title = field === "global_loss" ? "Held-out loss, global" : field === "local_loss" ? "Held-out loss, local" : field.replace("_", " ");
+  new LineChart(grid("scores"), { title, series: lines("round", field), x: ROUND, y: { format: (v) => v.toPrecision(3), log: true } });
+}
+if (!scores.length) document.getElementById("scores-section").hidden = true;
 new LineChart(grid("sparsity"), { title: "Sparsity over rounds", series: lines("round", "sparsity"), x: ROUND, y: { ...SHARE, zero: true } });
 const sparse = runs.filter((r) => Object.keys(r.layers).length);
 if (sparse.length) {
