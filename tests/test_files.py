@@ -1,4 +1,4 @@
-"""A full disk: one line with the path, and nothing half-written. The system's limit on the size of files stands for it."""
+"""A full disk: one line with the path, and nothing half-written. The system's limit on a file's size stands for it."""
 
 import json
 import resource

@@ -210,7 +210,9 @@ def test_the_report_sees_records_and_nothing_that_trains():
     for path in Path(fedprior.report.__file__).parent.glob("*.py"):
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
         assert all(
-            name.startswith(("fedprior.report", "fedprior.errors", "fedprior.late", "fedprior.version"))
+            name.startswith(
+                ("fedprior.report", "fedprior.errors", "fedprior.files", "fedprior.late", "fedprior.version")
+            )
             for name in imported
         ), path.name
 
