@@ -3,6 +3,7 @@
 import ast
 import html
 import json
+import math
 import os
 import re
 import shlex
@@ -203,6 +204,25 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2
         assert words in err
+
+
+def test_a_lambda0_at_the_watershed_is_warned_of_in_one_line(shell, small_task):
+    """κ logit 0.99 = 4.6e-4; of three layers the one whose groups have n weights is warned of at λ₀ = 4.6e-4 / n."""
+    sizes = fedprior.algorithm("fedsparse", small_task().network).prior.gating.sizes()
+    layer, n = max(sizes.items(), key=lambda one: one[1])
+    others = [other for other, size in sizes.items() if not 0.75 < size / n < 1.33 and other != layer]
+    assert others
+    edge = 1e-4 * math.log(99) / n
+    for near in (0.85, 1.15):
+        options = ("--algorithm", "fedsparse", "--set", f"lambda0={near * edge}", "--rounds", "1")
+        code, _, err = shell("run", "tiny", *options)
+        assert (code, err.count("\n")) == (0, 1)
+        assert f"at the watershed of {layer}: " in err
+        assert f"take lambda0 below {0.8 * edge:.1e} or above {1.2 * edge:.1e}" in err
+        assert not any(other in err for other in others)
+    for far in (0.75, 1.25):
+        code, _, err = shell("run", "tiny", "--algorithm", "fedsparse", "--set", f"lambda0={far * edge}")
+        assert (code, err) == (0, "")
 
 
 def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):

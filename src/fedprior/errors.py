@@ -27,3 +27,7 @@ class RunError(FedpriorError):
 
 class DivergedError(RunError):
     """Training produced a number that is not finite."""
+
+
+class FedpriorWarning(UserWarning):
+    """What a user should know and may mend; training goes on. The command line prints it as one line."""

@@ -1,6 +1,7 @@
 """Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
@@ -14,7 +15,7 @@ from fedprior.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_siz
 from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
-from fedprior.errors import DivergedError, RunError, SettingError
+from fedprior.errors import DivergedError, FedpriorWarning, RunError, SettingError
 from fedprior.files import write_atomically
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
@@ -68,6 +69,8 @@ def start_job(
     """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
+    for caution in algorithm.prior.cautions() if ranks.first() else []:
+        warnings.warn(caution, FedpriorWarning, stacklevel=3)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None

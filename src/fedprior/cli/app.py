@@ -6,16 +6,17 @@ torch takes seconds to import. Commands import what they need when they run, so 
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from fedprior.cli import experiments, results, train
 from fedprior.cli.terminal import console, errors
-from fedprior.errors import FedpriorError
+from fedprior.errors import FedpriorError, FedpriorWarning
 from fedprior.version import __version__
 
 app = typer.Typer(
@@ -88,11 +89,27 @@ def _joined() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Our own warnings, each once, without the line of code that gave them; others as ever."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, number: int, *rest: Any) -> None:
+        if issubclass(category, FedpriorWarning):
+            errors.print(f"[bold yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
+        else:
+            sys.stderr.write(warnings.formatwarning(message, category, filename, number))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("default", category=FedpriorWarning)
+        warnings.showwarning = show
+        yield
+
+
 def main() -> None:
     """The entry point: errors that are the user's to mend become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
-        with _joined():
+        with _joined(), _warnings_in_a_line():
             # Accepted anywhere on the line, not only before the command.
             code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

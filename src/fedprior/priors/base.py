@@ -143,6 +143,11 @@ class Prior(ABC):
         """Of the weights, what these gates leave of the network; weights not named are always part of it."""
         return {}
 
+    # ------------------------------------------------------------------ what a user is told
+    def cautions(self) -> list[str]:
+        """What a user should know of these settings before training, a line each."""
+        return []
+
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:
         """Gate probabilities of a server's state or packet; empty where there are no gates."""

@@ -39,6 +39,9 @@ from fedprior.units import Gating
 from fedprior.weighting import mean
 from fedprior.wire import Layout
 
+NEAR = 0.2
+"""How near the watershed, as a share of it, is worth a warning."""
+
 
 @dataclass(frozen=True)
 class SpikeSlab(Gated):
@@ -286,6 +289,26 @@ class SpikeSlab(Gated):
         moved = self._thresholds(self.gating.detached_norms(weights), self.joint_logits(packet))
         moves = (self.gating.join(packet["gates"]) > 0) & ~without_threshold(v)
         return {"thresholds": self.gating.part(torch.where(moves, moved, v))}
+
+    # ------------------------------------------------------------------ what a user is told
+    def cautions(self) -> list[str]:
+        """Whether a group stands at the watershed, where chance decides.
+
+        A gate is pushed shut while n_g λ₀ > κ logit θ_g. θ starts alike everywhere, so groups with a little more
+        than that run away, and those with a little less stay open.
+        """
+        edge, sizes = self.cross_entropy * self._start, self.gating.sizes()
+        near = {layer: n for layer, n in sizes.items() if abs(n * self.lambda0 - edge) < NEAR * edge}
+        if not near:
+            return []
+        low, high = (1 - NEAR) * edge / max(near.values()), (1 + NEAR) * edge / min(near.values())
+        layers = ", ".join(list(near)[:4]) + (f" and {len(near) - 4} more" if len(near) > 4 else "")
+        first = next(iter(near.values())) * self.lambda0
+        return [
+            f"λ₀ = {self.lambda0:g} is at the watershed of {layers}: n λ₀ = {first:.1e} is within 20% of κ logit θ = "
+            f"{edge:.1e}, so small changes decide whether these gates close; take lambda0 below {low:.1e} or above "
+            f"{high:.1e}"
+        ]
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:
