@@ -93,11 +93,13 @@ def _joined() -> Iterator[None]:
 def _warnings_in_a_line() -> Iterator[None]:
     """Our own warnings, each once, without the line of code that gave them; others as ever."""
 
-    def show(message: Warning | str, category: type[Warning], filename: str, number: int, *rest: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         if issubclass(category, FedpriorWarning):
             errors.print(f"[bold yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
         else:
-            sys.stderr.write(warnings.formatwarning(message, category, filename, number))
+            sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("default", category=FedpriorWarning)
