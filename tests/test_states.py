@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprior import metrics, storage, trees
+from fedprior import files, metrics, storage, trees
 from fedprior.data import FederatedData
 from fedprior.errors import RunError
 from fedprior.keys import key
@@ -58,11 +58,11 @@ def test_what_does_not_fit_the_model_is_not_put_in() -> None:
 def test_a_file_is_replaced_at_once(tmp_path, monkeypatch) -> None:
     """Whoever reads while it is written sees the old file; a crash while writing leaves the old one."""
     path = tmp_path / "file"
-    storage.write_atomically(path, b"old")
+    files.write_atomically(path, b"old")
     seen = []
     monkeypatch.setattr(os, "fsync", lambda number: seen.append(path.read_bytes()))
     before = path.stat().st_ino
-    storage.write_atomically(path, b"new")
+    files.write_atomically(path, b"new")
     assert seen == [b"old"]
     assert path.read_bytes() == b"new"
     assert path.stat().st_ino != before, "another file under the old name"
