@@ -88,6 +88,9 @@ def test_the_control_variates_are_option_ii() -> None:
     uploads = stack([{"control": {"a": numbers(2, 4)}}, {"control": {"a": numbers(4, 0)}}])
     server = scaffold.absorb({"weights": {}, "control": {"a": numbers(1, 1)}}, uploads, 0.1)
     torch.testing.assert_close(server["control"]["a"], numbers(1.3, 1.2))
+    # Clients of one and three examples: (2 + 3 · 4) / 4 and (4 + 0) / 4.
+    server = scaffold.absorb({"weights": {}, "control": {"a": numbers(1, 1)}}, uploads, 0.1, numbers(1, 3))
+    torch.testing.assert_close(server["control"]["a"], numbers(1.35, 1.1))
     assert all(not value.any() for value in scaffold.init(start)["control"].values())
 
 
@@ -115,8 +118,11 @@ def test_what_the_correction_adds_to_a_message_is_what_its_gates_leave() -> None
 class Counting(Correction):
     """Writes down what it was told."""
 
-    def absorb(self, server: Tree, uploads: Tree, fraction: float) -> Tree:
-        return {**server, "told": {"fraction": numbers(fraction)}}
+    def absorb(self, server: Tree, uploads: Tree, fraction: float, weight: Tensor | None = None) -> Tree:
+        return {
+            **server,
+            "told": {"fraction": numbers(float(fraction)), "weight": numbers() if weight is None else weight},
+        }
 
 
 @pytest.mark.parametrize("optimiser", [False, True])
@@ -129,6 +135,12 @@ def test_the_m_step_takes_the_mean_or_one_step_towards_it(optimiser: bool) -> No
     found = m_step(algorithm, server, uploads, tree, 0.25)
     assert found["weights"]["a"].tolist() == [3 if optimiser else 5]
     assert found["told"]["fraction"].tolist() == [0.25]
+    assert found["told"]["weight"].tolist() == []
+    # Clients of one and three examples: their mean is 6, half the way to it 3.5.
+    tree = TreeOptimiser(SGD, server) if optimiser else None
+    found = m_step(algorithm, server, uploads, tree, 0.25, numbers(1, 3))
+    assert found["weights"]["a"].tolist() == [3.5 if optimiser else 6]
+    assert found["told"]["weight"].tolist() == [1, 3]
     assert server["weights"]["a"].tolist() == [1], "the server before is what it was"
 
 

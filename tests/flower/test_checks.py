@@ -1,0 +1,153 @@
+"""Each check of what a foreign machine says, on its own: one field is wrong and everything else is right."""
+
+import math
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedprior import WireError
+from fedprior.flower import HardEM, Limits, Server, messages
+from fedprior.flower.memory import check_run
+from fedprior.flower.messages import ABOUT, ARRAY, NUMBERS, WIRE
+from fedprior.flower.node import Node, Order
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def exchange(make_job, tmp_path):
+    """A server in its first round, and client 1's honest answer and introduction."""
+    job = make_job("fedsparse")
+    server = Server.new(job, RUN)
+    turn = server.begin()
+    node = Node.new(job, 1, job.part(1), tmp_path)
+    answer = node.respond(Order(server.packet(turn, 1), 1, RUN, 0))
+    return server, turn, messages.write_answer(answer), node.introduce()
+
+
+def changed(content: RecordDict, **wrong: object) -> RecordDict:
+    return RecordDict({WIRE: content[WIRE], NUMBERS: MetricRecord({**content[NUMBERS], **wrong})})
+
+
+def test_an_honest_answer_is_read(exchange):
+    server, turn, content, _ = exchange
+    upload = messages.read_answer(content, 1, server, turn, Limits())
+    assert math.isfinite(upload.loss)
+    assert upload.examples == server.job.data.train.size(1)
+    assert 0 <= upload.correct <= upload.tested == server.job.data.test.size(1)
+    assert upload.disagreement is not None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"client": 0}, {"client": 2}, {"round": 0}, {"round": 2}),
+        *({"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1}),
+        *({"correct": -1}, {"correct": 10_000}, {"tested": -1}, {"tested": 2**62 + 1}, {"correct": 0.0}),
+        *({"floored": [-1]}, {"floored": [2]}, {"floored": [0.0]}, {"floored": 1}),
+        *({"examples": 0}, {"examples": -3}, {"examples": 101}, {"examples": 5.0}),
+    ],
+    ids=str,
+)
+def test_one_wrong_number_is_refused(exchange, wrong):
+    """The model has two gated layers; the server allows a hundred examples."""
+    server, turn, content, _ = exchange
+    assert len(turn.up.gates) == 2
+    limits = Limits(max_examples=100)
+    assert messages.read_answer(changed(content, floored=[0, 1], examples=100), 1, server, turn, limits)
+    with pytest.raises(WireError):
+        messages.read_answer(changed(content, **wrong), 1, server, turn, limits)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, 7.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["tv_mean", "tv_max"])
+def test_a_distance_of_gates_that_is_none_is_left_out(exchange, name, wrong):
+    server, turn, content, _ = exchange
+    assert messages.read_answer(changed(content, **{name: wrong}), 1, server, turn, Limits()).disagreement is None
+
+
+def test_truth_values_are_no_whole_numbers():
+    assert messages._whole(1, 0, 2)
+    assert not messages._whole(True, 0, 2)
+    assert not messages._whole(1.0, 0, 2)
+    assert [messages._whole(value, 3, 5) for value in range(1, 8)] == [False, False, True, True, True, False, False]
+
+
+def test_only_one_array_of_raw_bytes_is_a_message(exchange):
+    server, turn, content, _ = exchange
+    good = content[WIRE][ARRAY]
+    data = good.data
+
+    def read(records: dict[str, ArrayRecord]) -> object:
+        return messages.read_answer(RecordDict({**records, NUMBERS: content[NUMBERS]}), 1, server, turn, Limits())
+
+    assert read({WIRE: ArrayRecord({ARRAY: Array("uint8", (len(data),), "raw", data)})})
+    for array in (
+        Array("uint8", (len(data),), "numpy.ndarray", data),
+        Array("int8", (len(data),), "raw", data),
+        Array("uint8", (len(data) - 1,), "raw", data),
+        Array("uint8", (1, len(data)), "raw", data),
+    ):
+        with pytest.raises(WireError, match="raw bytes"):
+            read({WIRE: ArrayRecord({ARRAY: array})})
+    for records in (
+        {WIRE: ArrayRecord({ARRAY: good, "more": good})},
+        {WIRE: ArrayRecord({ARRAY: good}), "more": ArrayRecord({ARRAY: good})},
+        {WIRE: ArrayRecord({"other": good})},
+    ):
+        with pytest.raises(WireError, match="exactly one array"):
+            read(records)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"client": -1}, {"client": 6}, {"client": 1.0}, {"down": 5}, {"up": 5}, {"examples": 0}], ids=str
+)
+def test_an_introduction_with_one_thing_wrong_is_refused(exchange, wrong):
+    server, turn, _, introduction = exchange
+
+    def check(about: dict) -> tuple[int, int]:
+        content = RecordDict({NUMBERS: MetricRecord(about)})
+        return messages.check_introduction(content, server, turn, Limits())
+
+    assert check(introduction) == (1, server.job.data.train.size(1))
+    with pytest.raises(WireError):
+        check({**introduction, **wrong})
+
+
+def test_the_two_fingerprints_of_an_introduction_are_not_the_same(exchange):
+    _, _, _, introduction = exchange
+    assert introduction["down"] != introduction["up"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"round": 0}, {"round": -1}, {"round": 2**32}, {"accepted": -1}, {"accepted": 2**32}, {"run": "../x"}],
+    ids=str,
+)
+def test_an_order_with_one_thing_wrong_is_refused_by_the_client(wrong):
+    content = messages.write_order(Order(b"packet", 1, RUN, 0))
+    assert messages.read_order(content) == Order(b"packet", 1, RUN, 0)
+    about = ConfigRecord({**content[ABOUT], **wrong})
+    with pytest.raises(WireError):
+        messages.read_order(RecordDict({WIRE: content[WIRE], ABOUT: about}))
+
+
+@pytest.mark.parametrize("run", [RUN + "/..", RUN + "0", RUN[:-1], RUN.upper(), "", None, 7, RUN + "\n"])
+def test_a_runs_name_is_sixteen_digits_and_nothing_more(run):
+    assert check_run(RUN) == RUN
+    with pytest.raises(WireError):
+        check_run(run)
+
+
+def test_a_foreign_machines_words_are_one_line_of_printable_letters(exchange):
+    server, _, _, _ = exchange
+    strategy = HardEM(server, Limits())
+    strategy._fault(7, 1, WireError("red \x1b[31m\n\x07 bell " + "x" * 1000))
+    fault = strategy.turn.faults[-1]
+    assert fault["what"].startswith("red ?[31m ? bell xxx")
+    assert fault["what"].isprintable()
+    assert len(fault["what"]) <= 300
+    assert (fault["node"], fault["client"]) == ("7", 1)
