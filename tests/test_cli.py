@@ -2,6 +2,7 @@
 
 import ast
 import html
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -395,6 +397,44 @@ def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing(shell, tmp_pat
     assert err.startswith("error: ")
     assert words in err
     assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("run", "rounds", 5),
+        ("run", "seed", 5),
+        ("run", "device", "cpu"),
+        ("run", "wire", "int8"),
+        ("run", "clients_per_round", 2),
+        ("run", "sparsity", 0.5),
+        ("run", "max_parameters", 100),
+        ("compare", "rounds", 5),
+        ("sweep", "rounds", 5),
+        ("sweep", "wire", "int4,int8"),
+        ("frontier", "device", "cpu"),
+    ],
+)
+def test_a_setting_that_has_an_option_is_given_once(shell, tmp_path, command, option, value):
+    """`--rounds 1 --set rounds=5` ran 5; also where both say the same, or what is the default."""
+    flag = f"--{option.replace('_', '-')}"
+    for order in (1, -1):
+        words = [(flag, {"device": "auto", "wire": "float32"}.get(option, 1)), ("--set", f"{option}={value}")][::order]
+        code, out, err = shell(command, "tiny", *words[0], *words[1], "--out", "mine")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err == f"error: {flag} and --set {option}=… are one setting: give one of them\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_terminal_there_is_a_line_every_few_seconds(shell, monkeypatch):
+    """The clock goes by two seconds whenever somebody looks."""
+    clock = itertools.count(0, 2)
+    monkeypatch.setattr("fedprior.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    code, out, err = shell("run", "tiny", "--out", "mine", "--rounds", 12, "--label", "mine [all]")
+    assert (code, err) == (0, "")
+    lines = re.findall(r"^mine \[all\]  (\d+)/12  (?:accuracy .*%  )?loss \d+\.\d+  \d+ MB$", out, re.MULTILINE)
+    assert lines == ["3", "6", "9", "12"]
+    assert "accuracy" in out.split("12 rounds")[0]
 
 
 @pytest.mark.parametrize("place", ["before", "after"])

@@ -13,6 +13,7 @@ import pytest
 
 import fedprior
 from fedprior import RunError, locks
+from fedprior.errors import FedpriorWarning
 from fedprior.report import read_run
 from fedprior.report.write import write_report
 
@@ -134,7 +135,7 @@ def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match=r"there are no locks where .* is"), _alone(tmp_path / "run"):
+    with pytest.warns(FedpriorWarning, match=r"there are no locks where .* is"), _alone(tmp_path / "run"):
         (tmp_path / "run" / "config.toml").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
 

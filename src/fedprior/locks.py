@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fedprior.errors import RunError
+from fedprior.errors import FedpriorWarning, RunError
 
 try:
     import fcntl
@@ -82,4 +82,5 @@ def _lock(file: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        warnings.warn(f"there are no locks where {folder} is: see that no other process trains it", stacklevel=2)
+        text = f"there are no locks where {folder} is: see that no other process trains it"
+        warnings.warn(text, FedpriorWarning, stacklevel=2)

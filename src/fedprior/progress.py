@@ -1,11 +1,15 @@
-"""A live line for a run: rounds, time left, accuracy, bytes. Silent when the output is not a terminal."""
+"""A live line for a run: rounds, time left, accuracy, bytes. Where there is no terminal, a line every few seconds."""
 
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY = 5.0
+"""Seconds between two lines in a file or a pipe."""
 
 
 class RunProgress:
@@ -16,6 +20,8 @@ class RunProgress:
         self.also: Callable[[dict[str, Any]], None] | None = None
         """Who else is told of every round."""
         self.scores = ""
+        self.console, self.label, self.rounds = console, label, rounds
+        self.said = time.monotonic()
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),  # a label may hold brackets
             BarColumn(bar_width=24),
@@ -49,6 +55,9 @@ class RunProgress:
             self.scores += f"sparsity {100 * record['sparsity']:.0f}%  "
         news = f"{self.scores}loss {record['train_loss']:.3f}  {sum(self.bytes.values()) / 1e6:,.0f} MB"
         self.progress.update(self.task, completed=record["round"], news=news)
+        if not self.console.is_terminal and time.monotonic() - self.said >= EVERY:
+            self.said = time.monotonic()
+            self.console.print(f"{self.label}  {record['round']}/{self.rounds}  {news}", markup=False, soft_wrap=True)
         if self.also:
             self.also(record)
 

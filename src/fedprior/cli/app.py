@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.markup import escape
 
 from fedprior.cli import experiments, results, train
 from fedprior.cli.terminal import console, errors
-from fedprior.errors import FedpriorError, FedpriorWarning
+from fedprior.errors import FedpriorError, FedpriorWarning, SettingError
 from fedprior.version import __version__
 
 app = typer.Typer(
@@ -72,8 +73,20 @@ def algorithms_command() -> None:
         console.print(Padding(settings, (0, 0, 1, 4)))
 
 
+class Command(typer.core.TyperCommand):
+    """A command that may have options and, by `--set`, settings of the same name: one of them is not meant."""
+
+    def invoke(self, ctx: Any) -> Any:  # typer's context, or that of the click it depends on
+        for text in ctx.params.get("set_") or ():
+            key = text.split("=", 1)[0]
+            source = ctx.get_parameter_source(key) if key in ctx.params else None
+            if source is not None and source.name == "COMMANDLINE":
+                raise SettingError(f"--{key.replace('_', '-')} and --set {key}=… are one setting: give one of them")
+        return super().invoke(ctx)
+
+
 for command in (*results.COMMANDS, *train.COMMANDS, *experiments.COMMANDS, tasks_command, algorithms_command):
-    app.command(command.__name__.removesuffix("_command"))(command)
+    app.command(command.__name__.removesuffix("_command"), cls=Command)(command)
 
 
 @contextmanager
