@@ -154,6 +154,13 @@ class TreeOptimiser:
             self.values[section] = values
             over = [self.long[section]] if section in self.long else list(values.values())
             self.optimisers[section] = optimiser.build(over)
+        self.rates = {section: built.defaults["lr"] for section, built in self.optimisers.items()}
+
+    def scale(self, factor: float | Tensor) -> None:
+        """From now on steps are of the optimisers' own rates times this factor, a tensor where a graph is captured."""
+        for section, optimiser in self.optimisers.items():
+            for group in optimiser.param_groups:
+                group["lr"] = self.rates[section] * factor
 
     def step(self, grads: Tree) -> None:
         """Descend, in place."""

@@ -76,8 +76,12 @@ def e_step(
     vectorised: bool = False,
     tamper: Tamper | None = None,
     uplink: Layout | None = None,
+    rate: float | Tensor = 1.0,
 ) -> EStep:
-    """Start q at the prior, descend the local objective, commit to a hard assignment, round it as `uplink` says."""
+    """Start q at the prior, descend the local objective, commit to a hard assignment, round it as `uplink` says.
+
+    `rate` is what the round's schedule makes of the learning rates.
+    """
     prior, correction, lift = algorithm.prior, algorithm.correction, lifting(vectorised)
     start = lift(_adopter(prior, network))(packet, keys.fold(key, Purpose.ADOPT), _all(prior, batches))
     packet = lift(prior.receive)(packet)
@@ -86,7 +90,7 @@ def e_step(
         support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
         direction = correction.direction(packet, memory, support)
     running = _running(algorithm, network, packet, memory)
-    local, loss, path = _descend(algorithm, network, start, packet, batches, key, direction, vectorised, running)
+    local, loss, path = _descend(algorithm, network, start, packet, batches, key, direction, vectorised, running, rate)
     if tamper:
         local = tamper(local, packet)
     upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
@@ -155,6 +159,7 @@ def _descend(
     direction: Params,
     vectorised: bool,
     running: Running | None,
+    rate: float | Tensor,
 ) -> tuple[Tree, Tensor, Tensor]:
     """One step a batch down the local objective's gradient, plus `direction`.
 
@@ -163,8 +168,9 @@ def _descend(
     prior, lift = algorithm.prior, lifting(vectorised)
     gradient = gradient_of(lift(local_objective(algorithm, network, running=running is not None)))
     optimiser = TreeOptimiser(algorithm.local, start, len(key) if vectorised else 1)
+    optimiser.scale(rate)
     local = optimiser.values
-    lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device)
+    lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device) * rate
     losses: list[Tensor] = []
     taken: list[Tensor] = []
     step_keys = keys.fold(keys.fold(key, Purpose.STEP).unsqueeze(-1), torch.arange(len(batches), device=key.device))
@@ -186,7 +192,7 @@ def _descend(
             running.add(found, batch)
         losses.append(loss.detach())
     loss, steps = _mean_loss(losses, taken, lr)
-    return local, loss, algorithm.local["weights"].path(steps)
+    return local, loss, algorithm.local["weights"].path(steps) * rate
 
 
 def _all(prior: Prior, batches: Batches) -> list[Params]:

@@ -18,13 +18,14 @@ def m_step(
     fraction: float | Tensor = 1.0,
     weight: Tensor | None = None,
     *,
+    rate: float | Tensor = 1.0,
     vectorised: bool = False,
 ) -> Tree:
     """Maximise Σ_s n_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
 
     `weight` is n_s, how many examples each upload stands for; None: all count alike. `fraction` is the share of all
-    clients, or of their examples, that the uploads are from. Vectorised, everything has a leading dimension of
-    independent runs.
+    clients, or of their examples, that the uploads are from. `rate` multiplies the optimisers' learning rates.
+    Vectorised, everything has a leading dimension of independent runs.
     """
     prior = algorithm.prior
     lift = lifting(vectorised)
@@ -50,6 +51,7 @@ def m_step(
     else:
         grads = gradient_of(lift(objective))(variables, server, lift(realise)(uploads, server), *counted)[0]
     optimiser.load(variables)
+    optimiser.scale(rate)
     optimiser.step(grads)
     updated: Tree = settle({**server, **clone(optimiser.values)})
     return updated

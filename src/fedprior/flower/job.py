@@ -52,6 +52,7 @@ class Job:
         check_trainable(self.network.module)
         object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
         check_cohort(self.settings, self.clients)
+        self.settings.check_schedules(self.algorithm)
         if self.settings.weighting == "examples":
             check_takes_weight(self.algorithm.prior)
 

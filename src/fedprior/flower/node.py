@@ -80,7 +80,8 @@ class Node:
         remembered = trees.tree_map(trees.channels_last, memory.recall(order.accepted))
         key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
         batches = ClientBatches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
-        step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up)
+        rate = self.job.settings.rates.at(order.number).local
+        step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up, rate=rate)
         if not bool(step.loss.isfinite()):
             raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")
         try:

@@ -180,7 +180,8 @@ class Server:
         usual = round(sum(known.values()) / len(known))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
         counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
-        return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number)
+        rate = self.job.settings.rates.at(turn.number).server
+        return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
 
     def model(self) -> nn.Module:
         """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""

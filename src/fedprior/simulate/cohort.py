@@ -54,23 +54,25 @@ def in_turn(
     schedule: Schedule,
     key: Tensor,
     attack: Attack | None = None,
+    rate: float | Tensor = 1.0,
 ) -> CohortResult:
     """One client after another, on as many cores as there are workers; where there are several ranks, their share."""
     places = ranks.share(len(cohort.clients))
     stacked = trees.Stack(len(places))
 
-    def train(network: Network, place: int) -> None:
+    def turn(network: Network, place: int) -> None:
         position = places[place]
         client = cohort.clients[position]
         client_key = keys.fold(key, client)
         batches = ClientBatches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
         packet, memory = trees.tree_map(trees.channels_last, trees.row((cohort.packets, cohort.memory), position))
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
-        step = e_step(algorithm, network, packet, batches, client_key, memory, tamper=tamper, uplink=cohort.uplink)
+        train = partial(e_step, tamper=tamper, uplink=cohort.uplink, rate=rate)
+        step = train(algorithm, network, packet, batches, client_key, memory)
         rows = data.test[client]
         params = {**algorithm.prior.realise(step.upload, packet), **step.own}
         x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
         stacked.put(place, (*step, sums(network, cohort.measures, params, x, y)))
 
-    workers.map(train, range(len(places)))
+    workers.map(turn, range(len(places)))
     return CohortResult(*ranks.gather(stacked.rows, len(cohort.clients)))

@@ -18,6 +18,7 @@ from fedprior.keys import Purpose
 from fedprior.metrics import Measures, blank_scores, disagreement, measures
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
+from fedprior.schedules import Rates
 from fedprior.simulate.attack import ATTACKS, Attack
 from fedprior.simulate.batches import Schedule
 from fedprior.simulate.cohort import Cohort, CohortResult, in_turn
@@ -61,6 +62,8 @@ class Simulation:
     """How a GPU multiplies: see `arithmetic.py`."""
     weighting: str = "examples"
     """Whether clients count by their `examples` in the M-step, or are `equal`."""
+    rates: Rates = field(default_factory=Rates)
+    """What becomes of the learning rates from round to round."""
 
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
@@ -73,11 +76,12 @@ class Simulation:
         spoken, packets, down, kept = self._send_packets(server, clients, key)
         hostile = self.hostile[clients] if self.attack else None
         chosen = Cohort(clients, packets, self._recall(clients), hostile, uplink, self.measures)
-        result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack)
+        rate = self.rates.at(number)
+        result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack, rate.local)
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
         uploads, up = self._send_uploads(result, uplink, spoken)
-        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share(clients), number)
+        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share(clients), number, rate.server)
 
         self.memory |= {client: trees.row(result.memory, i) for i, client in enumerate(clients)}
         self.measure(clients, result.scores)
@@ -177,6 +181,7 @@ def simulation(
     arithmetic: str = "tf32",
     streamed: bool = False,
     weighting: str = "examples",
+    rates: Rates | None = None,
 ) -> Simulation:
     """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
     # A copy: the user's module stays where it is, with the weights it has.
@@ -205,6 +210,7 @@ def simulation(
         scores=blank_scores(what, data.clients),
         arithmetic=arithmetic,
         weighting=weighting,
+        rates=rates or Rates(),
     )
 
 

@@ -16,6 +16,7 @@ from fedprior.errors import DivergedError, SettingError
 from fedprior.files import write_atomically
 from fedprior.models import check_trainable
 from fedprior.network import Network
+from fedprior.schedules import Rates
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.arithmetic import KINDS
 from fedprior.simulate.attack import ATTACKS
@@ -66,6 +67,11 @@ class Settings:
     """`encode` every message to bytes and back, or only `count` its length; auto: encode when clients train in turn."""
     weighting: str = "examples"
     """What a client counts for in the M-step: its number of `examples`, or all are `equal`, as in the paper."""
+    lr_schedule: str = "constant"
+    """What becomes of the clients' learning rates from round to round, as `cosine(end=0.01, warmup=10)`; see
+    `schedules.py`."""
+    server_lr_schedule: str = "constant"
+    """The same of those of the server's optimisers."""
     statistics: str = "shared"
     """Of a network with BatchNorm: `shared` travel and are pooled, `local` stay with each client, `batch`: there are
     none but those of the batch at hand."""
@@ -93,6 +99,7 @@ class Settings:
         if self.data not in ("auto", "device", "host"):
             raise SettingError(f"data must be auto, device or host, got {self.data!r}")
         Wire.of(self.wire)
+        Rates(self.lr_schedule, self.server_lr_schedule)
         if self.weighting not in WEIGHTINGS:
             raise SettingError(f"weighting must be {' or '.join(WEIGHTINGS)}, got {self.weighting!r}")
         self.norm_statistics()
@@ -110,6 +117,22 @@ class Settings:
             raise SettingError(f"attackers={self.attackers} need an attack: {', '.join(ATTACKS)}")
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
+
+    @property
+    def rates(self) -> Rates:
+        """What becomes of the learning rates."""
+        return Rates(self.lr_schedule, self.server_lr_schedule, self.rounds)
+
+    def check_schedules(self, algorithm: Algorithm) -> None:
+        """Refuse schedules of what has no learning rate."""
+        if self.server_lr_schedule != "constant" and algorithm.server is None:
+            raise SettingError(
+                f"server_lr_schedule={self.server_lr_schedule}: the M-step of {algorithm.name} has no learning rate; "
+                "give it a server_optimiser, such as SGD(lr=1.0), which is the mean"
+            )
+        for text, optimisers in ((self.lr_schedule, algorithm.local), (self.server_lr_schedule, algorithm.server)):
+            if text != "constant" and any(optimiser.name == "Rprop" for optimiser in (optimisers or {}).values()):
+                raise SettingError(f"Rprop chooses its own steps: no schedule, {text}, can change them")
 
     def on_wire(self, algorithm: Algorithm) -> Algorithm:
         """The algorithm with messages as precise as these settings say, and with these statistics."""
@@ -157,6 +180,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
     check_cohort(settings, data.clients)
+    settings.check_schedules(algorithm)
     if settings.weighting == "examples" and len(set(data.train.sizes)) > 1:
         check_takes_weight(algorithm.prior)
     device = settings.resolved_device()
@@ -175,6 +199,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         device=device,
         arithmetic=settings.arithmetic,
         weighting=settings.weighting,
+        rates=settings.rates,
         streamed=settings.data == "host" or (settings.data == "auto" and not data.fits(device)),
     )
     mode_of(settings.mode, settings.messages, built)  # refuses what cannot be, before anything is written

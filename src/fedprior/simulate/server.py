@@ -30,10 +30,11 @@ def update(
     optimiser: TreeOptimiser | None,
     share: Share,
     number: int,
+    rate: float | Tensor = 1.0,
 ) -> Tree:
     """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
     moments = optimiser.state() if optimiser else {}
-    updated = m_step(algorithm, server, uploads, optimiser, share.fraction, share.weight)
+    updated = m_step(algorithm, server, uploads, optimiser, share.fraction, share.weight, rate=rate)
     if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
         return updated
     if optimiser:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedprior import trees
 from fedprior.simulate.batches import Places, Plan
-from fedprior.trees import Gates, Tree
+from fedprior.trees import Gates, Params, Tree
 
 
 class Shape(NamedTuple):
@@ -30,6 +30,8 @@ class Inputs(NamedTuple):
     """[runs]: the key of the round."""
     memory: Tree
     """[runs · cohort, …]: what the correction remembers."""
+    rates: Params
+    """What becomes of the learning rates, where a graph is captured and they are not constant; see `schedules.py`."""
     examples: Tree
     """[runs · cohort · places, …]: the cohort's own, where the data stay on the host; see `streaming.py`."""
 

@@ -21,6 +21,7 @@ from fedprior.keys import Purpose
 from fedprior.metrics import each
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
+from fedprior.schedules import Rate
 from fedprior.simulate import arithmetic, carry, ranks, streaming
 from fedprior.simulate.batches import CohortBatches, Places, Plan
 from fedprior.simulate.joined import Kept, finite
@@ -62,6 +63,7 @@ class Together:
         self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
         self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
         self.layouts = first.algorithm.downlink(first.server), first.algorithm.uplink(first.server)
+        self.rate = Rate()
         self.seen: set[Shape] = set()
         self.graphs: dict[Shape, Captured] = {}
         self.diverged: dict[int, DivergedError] = {}
@@ -129,7 +131,11 @@ class Together:
         chosen, key = torch.tensor(clients), torch.stack(round_keys)
         mine = [pairs[place] for place in ranks.share(len(pairs))]
         examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
-        inputs = Inputs(to_device(chosen, self.device), to_device(key, self.device), memory, examples)
+        self.rate = self.runs[0].rates.at(number)
+        # In a graph the rates are numbers that are read at each replay.
+        fixed = self.runs[0].rates.constant or not self.capture
+        rates = {} if fixed else {k: to_device(torch.tensor(v), self.device) for k, v in self.rate._asdict().items()}
+        inputs = Inputs(to_device(chosen, self.device), to_device(key, self.device), memory, rates, examples)
         return clients, shape, inputs
 
     def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
@@ -156,7 +162,8 @@ class Together:
         examples = self._examples("train", inputs, flat)
         batches = CohortBatches(*examples, first.schedule, shape.plan, order)
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
-        train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1])
+        rate = Rate(**inputs.rates) if inputs.rates else self.rate
+        train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1], rate=rate.local)
         step = train(algorithm, first.network, own, batches, client_keys, memory)
         scores = self._scores(step, own, *self._examples("test", inputs, flat), shape.tests)
         step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
@@ -164,7 +171,7 @@ class Together:
         uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = finite(uploads, 2) & loss.isfinite()
-        fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients)
+        fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
         self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
         floored = floored | floor_flags(server, 1) | floor_flags(uploads, 2)
         numbers = Numbers(
@@ -201,13 +208,13 @@ class Together:
         packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard)
         return spoken, {name: part for name, part in packets.items() if name != "floored"}, down, flags
 
-    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor) -> Tensor:
+    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
         moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
         counted = self._share(clients)
-        updated = m_step(self.algorithm, server, uploads, self.optimiser, *counted, vectorised=True)
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, *counted, rate=rate, vectorised=True)
         fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
         before[0].put(fine, moments)
