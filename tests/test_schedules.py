@@ -220,3 +220,20 @@ def test_after_the_last_round_the_rate_is_the_last_rounds():
     rates = Rates("cosine", "linear", 8)
     assert rates.at(9) == rates.at(8)
     assert 0 < rates.at(8).local == pytest.approx((1 + math.cos(math.pi * 7 / 8)) / 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("server", ["Adam(lr=0.01)", "Adamax(lr=0.01)", "SGD(lr=0.5, momentum=0.9)", "Yogi(lr=0.01)"])
+@pytest.mark.parametrize("local", ["SGD(lr=0.1, momentum=0.9)", "Adam(lr=0.01)", "NAdam(lr=0.01)", "RMSprop(lr=0.01)"])
+def test_a_captured_round_reads_its_rates_at_each_replay(small_task, local, server):
+    """In a CUDA graph a rate that were a number would stay that of the round that was captured."""
+    task = small_task((8, 8, 8, 8))
+    options = {"local_optimiser": local, "server_optimiser": server}
+    settings = {**SERVED, "rounds": 8, "device": "cuda", "arithmetic": "float32"}
+    captured, plain = (simulate(task, "fedavg", options, settings) for _ in range(2))
+    engines = Together([captured], capture=True), Together([plain])
+    for _ in range(8):
+        for engine in engines:
+            engine.step(evaluate=False)
+    for (path, one), (_, other) in zip(trees.leaves(captured.server), trees.leaves(plain.server), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=path)
