@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test mutants deploy format peers clean
+.PHONY: run test test-everywhere mutants deploy format peers clean
 
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse --sparsity 0.8
@@ -12,6 +12,10 @@ test: .venv/tools
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal src tests
+
+# The tests in the ways in which machines differ: threads, instructions, oneDNN, a busy machine. Not in CI.
+test-everywhere: .venv/tools
+	$(BIN)/python scripts/test_everywhere.py $(ONLY)
 
 # Deliberate mistakes in a copy of the sources: do the tests notice? ONLY=priors runs those of a file or pattern.
 mutants: .venv/tools

@@ -5,7 +5,7 @@ properties without a clock. `scripts/test_everywhere.py` runs the suite in the w
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
@@ -18,7 +18,7 @@ from small_world import CLASSES, small_clients, small_net
 
 # Two workers on two cores need no more; another number is tried where somebody asks for it.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-if os.environ.get("FEDPRIOR_TEST_ONEDNN") == "0":  # as on a machine for which oneDNN has no kernels
+if os.environ.get("FEDPRIOR_TEST_ONEDNN") == "0":  # as in a torch built without it; here, not in subprocesses
     torch.backends.mkldnn.set_flags(_enabled=False)
 
 # A busy machine is slow, and that is no defect. Examples follow from the test's text alone: what passes here passes
@@ -31,6 +31,22 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("anywhere")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def plain_arithmetic() -> Iterator[None]:
+    """For a run that is compared, to the last bit, with one of another process: one thread, oneDNN as it comes."""
+    threads, (onednn, *_) = torch.get_num_threads(), torch.backends.mkldnn.set_flags(_enabled=True)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.set_flags(_enabled=onednn)
 
 
 @pytest.fixture

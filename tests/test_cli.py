@@ -599,7 +599,7 @@ def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_p
         while process.poll() is None and not (tmp_path / "run" / "checkpoint.safetensors").exists():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert out == "", "no progress bar where there is no terminal"
     assert err.count("\n") == 1

@@ -177,9 +177,9 @@ def test_choose_takes_every_ordered_pair_equally_often():
 
 
 def test_choose_from_a_billion_does_not_list_them():
-    start = time.perf_counter()
+    start = time.process_time()
     chosen = keys.choose(keys.key(6), 10**9, 1_000)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 5  # a list of them takes a hundred
     assert len(set(chosen)) == 1_000
     assert 0 <= min(chosen) < 10**7
     assert 10**9 - 10**7 < max(chosen) < 10**9

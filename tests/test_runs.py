@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import tomllib
+from unittest.mock import ANY
 
 import pytest
 import safetensors.torch
@@ -160,7 +161,7 @@ def test_a_task_of_another_seed_than_its_run_is_found_again(tmp_path):
     result = fedprior.run(task, "fedavg", seed=3, out=tmp_path / "run", **small)
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (config["run"]["seed"], config["task"]["seed"]) == (3, 0)
-    assert fedprior.resume(tmp_path / "run").summary == result.summary | {"seconds": pytest.approx(0, abs=60)}
+    assert fedprior.resume(tmp_path / "run").summary == result.summary | {"seconds": ANY}
     own = [fedprior.evaluate(run, personalise=5) for run in (result, tmp_path / "run")]
     assert own[0] == own[1]
     first, then = repeat_command(read_run(tmp_path / "run")).split("; ")

@@ -50,7 +50,7 @@ def descendants(*markers):
     return found
 
 
-def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, capsys):
+def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, plain_arithmetic):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     settings = "local_steps=3; device=cpu"

@@ -78,7 +78,7 @@ def opened(path: Path, width: int, tmp_path: Path, *, dark: bool = False) -> tup
     command += ["--enable-logging=stderr", "--dump-dom"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
     address = (tmp_path / "host.html").as_uri()
-    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=1200, check=True)
     probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL).group(1)
     console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     return json.loads(html.unescape(probe)), console

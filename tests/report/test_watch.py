@@ -2,8 +2,6 @@
 
 import io
 import json
-import os
-import time
 
 import pytest
 from rich.console import Console
@@ -18,7 +16,7 @@ def shown(path):
     return console.file.getvalue()
 
 
-def test_a_run_at_every_stage(write_run, tmp_path):
+def test_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert f"waiting for a run in {folder}" in shown(folder).replace("\n", "")
     write_run(folder, rounds=40, finished=False)
@@ -35,8 +33,9 @@ def test_a_run_at_every_stage(write_run, tmp_path):
     assert f"{record['train_loss']:.3f}" in text
     assert "3.00" in text
     assert "0:01:00 left" in text
-    os.utime(folder / "rounds.jsonl", (0, time.time() - 7200))
-    assert "no record for 2:00:0" in shown(folder)
+    written = (folder / "rounds.jsonl").stat().st_mtime
+    monkeypatch.setattr("fedprior.report.watch.time.time", lambda: written + 7203)
+    assert "no record for 2:00:03" in shown(folder)
     (folder / "rounds.jsonl").write_text("nonsense\n")
     assert "rounds.jsonl is damaged in line 1" in shown(folder)
 

@@ -15,7 +15,7 @@ from fedprior.simulate.together import Together
 from test_contract import NAMES, Net, Stopped, algorithm, make_task, quick, simulate
 
 WIDE = {"fedavg": "bfloat16/float16", "fedsparse": "float32/int8", "fedmix": "int8/float32"}
-NARROW = ["int8/int4", "int4"]
+NARROW = [*((name, "int4") for name in NAMES), *((name, "int8/int4") for name in ("fedavg", "fedsparse", "scaffold"))]
 
 
 def close(found, expected, atol=0.0):
@@ -95,8 +95,7 @@ def test_resume_is_exact(name, tmp_path: Path):
     assert 'wire = "int8/int4"' in (tmp_path / "whole" / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("precisions", NARROW)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "precisions"), NARROW)
 def test_learns_from_fewer_bytes(name, precisions):
     task = make_task(torch.float32)
     chosen = quick(name, task)

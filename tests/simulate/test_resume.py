@@ -51,11 +51,12 @@ def broken_run(task, name, folder, rounds, **settings):
 # ---------------------------------------------------------------------- kill -9
 
 
-def test_killed_at_any_moment_and_resumed_it_equals_an_unbroken_run(tmp_path):
+def test_killed_at_any_moment_and_resumed_it_equals_an_unbroken_run(tmp_path, plain_arithmetic):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "fedprior", "run", "mnist-mini", "--algorithm", "fedsparse", "--rounds", "11"]
+    # More rounds than it can have done before a busy machine lets the kill through; how many count is decided then.
+    command = [sys.executable, "-m", "fedprior", "run", "mnist-mini", "--algorithm", "fedsparse", "--rounds", "9999"]
     command += ["--clients-per-round", "2", "--seed", "5", "--device", "cpu", "--out", str(killed)]
-    command += ["--set", "checkpoint_every=1", "--set", "evaluate_every=20", "--set", "clients=500"]
+    command += ["--set", "checkpoint_every=1", "--set", "evaluate_every=9999", "--set", "clients=500"]
     moments = random.Random(time.time_ns())
     for least in (1, 4):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -65,8 +66,12 @@ def test_killed_at_any_moment_and_resumed_it_equals_an_unbroken_run(tmp_path):
             time.sleep(moments.uniform(0, 0.1))
             process.send_signal(signal.SIGKILL)
         command = [sys.executable, "-m", "fedprior", "resume", str(killed)]
-    assert not (killed / "model.safetensors").exists(), "it was killed too late to prove anything"
-    assert 4 <= lines(killed / "rounds.jsonl") < 11
+    assert not (killed / "model.safetensors").exists()
+    assert lines(killed / "rounds.jsonl") >= 4
+    config = killed / "config.toml"
+    config.write_text(
+        config.read_text().replace("\nrounds = 9999\n", f"\nrounds = {lines(killed / 'rounds.jsonl') + 2}\n")
+    )
     fedprior.resume(killed)
 
     whole.mkdir()

@@ -61,7 +61,7 @@ def cohorts(monkeypatch):
 
 @pytest.mark.parametrize(("momentum", "epochs"), [(0.0, 1), (0.9, 2)])
 def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum, epochs):
-    task = small_task()
+    task = small_task(dtype=torch.float64)
     settings = {"local_optimiser": f"SGD(lr=0.1, momentum={momentum})"}
     algorithm = fedprior.algorithm("fedavg", task.network, **settings)
     server = copy.deepcopy(task.network.module)
@@ -81,15 +81,15 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
         pairs = list(zip(sizes, states, strict=True))  # McMahan et al.: Σ n_s w_s / Σ n_s
         server.load_state_dict({name: sum(n * state[name] for n, state in pairs) / sum(sizes) for name in states[0]})
 
-    result = fedprior.run(small_task(), algorithm, rounds=6, seed=3, epochs=epochs)
+    result = fedprior.run(small_task(dtype=torch.float64), algorithm, rounds=6, seed=3, epochs=epochs)
     for name, value in server.state_dict().items():
-        assert (result.model.state_dict()[name] - value).abs().max() < 1e-6
+        assert (result.model.state_dict()[name] - value).abs().max() < 1e-9
     start = task.network.module.state_dict()
     assert any((server.state_dict()[name] - value).abs().max() > 0.05 for name, value in start.items()), "it trained"
 
 
 def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
-    task, mu = small_task((8, 6)), 0.7
+    task, mu = small_task((8, 6), dtype=torch.float64), 0.7
     algorithm = fedprior.algorithm("fedprox", task.network, precision=mu, local_optimiser="SGD(lr=0.1)")
     server = copy.deepcopy(task.network.module)
     for number in range(1, 4):
@@ -110,7 +110,7 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
 
     result = fedprior.run(task, algorithm, rounds=3, epochs=2, clients_per_round=2)
     for name, value in server.state_dict().items():
-        assert (result.model.state_dict()[name] - value).abs().max() < 1e-6
+        assert (result.model.state_dict()[name] - value).abs().max() < 1e-9
 
 
 # ---------------------------------------------------------------------- vectorised equals in turn
@@ -120,7 +120,8 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_vectorised_equals_in_turn(small_task, name, length):
     one, other = (
-        fedprior.run(small_task(dtype=torch.float64), name, mode=mode, **length) for mode in ("in-turn", "vectorised")
+        fedprior.run(small_task(dtype=torch.float64), name, mode=mode, rounds=3, **length)
+        for mode in ("in-turn", "vectorised")
     )
     assert (flat(one) - flat(other)).abs().max() < 1e-9
     for a, b in zip(one.records, other.records, strict=True):
@@ -131,10 +132,11 @@ def test_vectorised_equals_in_turn(small_task, name, length):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_vectorised_equals_in_turn_in_single_precision(small_task, name):
-    one, other = (fedprior.run(small_task(), name, mode=mode, rounds=3) for mode in ("in-turn", "vectorised"))
-    # A gate may be drawn the other way once in a long while, so not every number needs to agree.
-    assert (flat(one) - flat(other)).abs().quantile(0.99) < 1e-3
-    assert [r["train_loss"] for r in one.records] == pytest.approx([r["train_loss"] for r in other.records], rel=0.02)
+    """One round: what a last bit of float32 becomes in several, through T = 0.001 and Adam, says nothing of either."""
+    one, other = (fedprior.run(small_task(), name, mode=mode, rounds=1) for mode in ("in-turn", "vectorised"))
+    # Adam's first step is the sign of a gradient, which may be rounding alone: a few numbers may lie a step apart.
+    assert (flat(one) - flat(other)).abs().quantile(0.99) < 1e-4
+    assert [r["train_loss"] for r in one.records] == pytest.approx([r["train_loss"] for r in other.records], rel=1e-4)
 
 
 def test_dropout_is_drawn_afresh_for_every_step_client_and_round(small_task):
