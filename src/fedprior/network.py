@@ -1,17 +1,17 @@
 """A model as a pure function of its parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from fedprior import batch_norm, kernels, keys
+from fedprior import batch_norm, kernels
 from fedprior.batch_norm import COUNT, MEAN, VARIANCE, Norm
+from fedprior.dropout import KeyedDropout
+from fedprior.kernels.mode import batched
 from fedprior.trees import Params
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -92,7 +92,9 @@ class Network:
         Statistics that stand among the parameters are used. Where there are none, those of the batch are, without its
         padding, which has weight zero.
         """
-        with _mode(self.module, training=False):
+        # torch's short cuts for attention in evaluation have no rule for `vmap`; a mode keeps it from them.
+        vectorised = KeyedDropout(None) if batched(x) else nullcontext()
+        with _mode(self.module, training=False), vectorised:
             if not self.uses_batch(params):
                 return self._run(params, x)
             with batch_norm.BatchNorm(self._names({}), weight):
@@ -124,7 +126,7 @@ class Network:
             for norm in self._modules():  # in training mode they would count batches in a buffer
                 norm.eval()
             # Always on, because `forward` may call either as a plain function; they cost next to nothing.
-            with _KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
+            with KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
                 outputs = self._run(params, x)
         return self.losses(outputs, y), mode
 
@@ -195,33 +197,3 @@ def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 def _mean(losses: Tensor, weight: Tensor | None) -> Tensor:
     return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
-
-
-class _KeyedDropout(TorchFunctionMode):
-    """Draws dropout's masks from a key, so that they are the same in every engine and after a resume."""
-
-    CHANNELWISE: ClassVar = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
-
-    def __init__(self, key: Tensor) -> None:
-        super().__init__()
-        self.key = key
-        self.calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.dropout and func not in self.CHANNELWISE:
-            return func(*args, **kwargs)
-        return self._drop(func, *args, **kwargs)
-
-    def _drop(self, func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0:
-            return x
-        if p == 1:
-            return x * 0
-        self.calls += 1
-        key = keys.fold(self.key, self.calls)
-        spatial = self.CHANNELWISE.get(func, 0)
-        if not spatial:
-            return keys.dropout(x, key, p)
-        ones = torch.ones(*x.shape[: x.dim() - spatial], *[1] * spatial, dtype=x.dtype, device=x.device)
-        return x * keys.dropout(ones, key, p)

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from fedprior.dropout import recurrent
 from fedprior.errors import DivergedError, SettingError
 from fedprior.simulate import arithmetic, ranks
 from fedprior.simulate.round import Simulation
@@ -58,6 +59,10 @@ def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
         raise SettingError(
             "an optimiser does not act element by element, so clients must train in turn: set mode=in-turn"
         )
+    if wanted != "in-turn" and (kind := recurrent(simulation.network.module)):
+        if wanted == "auto":
+            return "in-turn"
+        raise SettingError(f"torch cannot vectorise a {kind}, so clients must train in turn: set mode=in-turn")
     if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
         why = "there is no CUDA device" if not on_gpu else "several ranks share it"
         why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why
