@@ -108,13 +108,28 @@ def inputs(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 512])
-def test_right_answers_are_counted_in_every_batch(batch: int) -> None:
+def test_right_answers_and_losses_are_added_up_in_every_batch(batch: int) -> None:
     """The table says 0, 1, 0, 1, 1; the labels are 0, 1, 1, 1, 0."""
-    network = Network(Says([[2, 1], [0, 3], [1, 0], [0, 1], [0, 1]]), inputs(1)[0])
+    rows = [[2, 1], [0, 3], [1, 0], [0, 1], [0, 1]]
+    network = Network(Says(rows), inputs(1)[0])
     y = torch.tensor([0, 1, 1, 1, 0])
-    assert int(metrics.accuracy_count(network, network.params(), inputs(5), y, batch)) == 3
-    assert int(metrics.accuracy_count(network, network.params(), inputs(5), y.float(), batch)) == 0
-    assert int(metrics.accuracy_count(network, network.params(), inputs(5), y[:, None], batch)) == 0
+    data = FederatedData.from_clients([(inputs(5), y)], classes=2)
+    what = metrics.measures(network, data)
+    assert what.names == ("loss", "accuracy")
+    loss, right = metrics.sums(network, what, network.params(), inputs(5), y, batch).tolist()
+    assert right == 3
+    # −log softmax of the label: log(1 + e^(other − label)).
+    assert loss == pytest.approx(sum(math.log1p(math.exp(d)) for d in (-1, -3, 1, -1, 1)), rel=1e-6)
+
+
+def test_targets_that_are_no_classes_have_no_accuracy() -> None:
+    network = Network(Says([[2, 1], [0, 3]]), inputs(1)[0], lambda outputs, y: (outputs - y).square().mean(1))
+    data = FederatedData.from_clients([(inputs(2), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))])
+    what = metrics.measures(network, data)
+    assert what.names == ("loss",)
+    assert metrics.sums(network, what, network.params(), data.x, data.y).tolist() == [
+        pytest.approx((1 + 0 + 0 + 9) / 2)
+    ]
 
 
 def test_an_ensemble_votes_with_its_mean_probability() -> None:
@@ -123,13 +138,18 @@ def test_an_ensemble_votes_with_its_mean_probability() -> None:
     members = torch.tensor([[[100.0, 0.0]] * 3, [[0.0, 3.0]] * 3, [[0.0, 3.0]] * 3])
     x, y = inputs(3), torch.tensor([1, 1, 0])
     data = FederatedData.from_clients([(x, y, x, y)], classes=2)
-    # Mean probabilities: (1 + 2 · 0.047) / 3 = 0.365 for class 0.
-    assert metrics.ensemble_accuracy(Workers(network, 1), {"table": members}, data, batch=2) == pytest.approx(2 / 3)
+    found = metrics.global_scores(
+        Workers(network, 1), metrics.measures(network, data), {"table": members}, data, batch=2
+    )
+    zero = (1 + 2 / (1 + math.exp(3))) / 3  # the mean probability of class 0: 0.365
+    assert found["global_accuracy"] == pytest.approx(2 / 3)
+    assert found["global_loss"] == pytest.approx(-(2 * math.log(1 - zero) + math.log(zero)) / 3, rel=1e-5)
 
 
-def test_local_accuracy_is_of_the_clients_that_had_a_turn() -> None:
-    assert metrics.local_accuracy(torch.tensor([0.5, math.nan, 1.0, math.nan], dtype=torch.float64)) == 0.75
-    assert math.isnan(metrics.local_accuracy(torch.tensor([math.nan])))
+def test_local_scores_are_of_the_clients_that_had_a_turn() -> None:
+    scores = {"accuracy": torch.tensor([0.5, math.nan, 1.0, math.nan], dtype=torch.float64)}
+    assert metrics.local_scores(scores) == {"local_accuracy": 0.75}
+    assert math.isnan(metrics.local_scores({"loss": torch.tensor([math.nan])})["local_loss"])
 
 
 def test_a_layers_sparsity_is_its_share_of_zeros() -> None:

@@ -37,7 +37,8 @@ def test_an_honest_answer_is_read(exchange):
     upload = messages.read_answer(content, 1, server, turn, Limits())
     assert math.isfinite(upload.loss)
     assert upload.examples == server.job.data.train.size(1)
-    assert 0 <= upload.correct <= upload.tested == server.job.data.test.size(1)
+    assert 0 <= upload.scores["accuracy"] <= 1
+    assert math.isfinite(upload.scores["loss"])
     assert upload.disagreement is not None
 
 
@@ -46,7 +47,9 @@ def test_an_honest_answer_is_read(exchange):
     [
         *({"client": 0}, {"client": 2}, {"round": 0}, {"round": 2}),
         *({"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1}),
-        *({"correct": -1}, {"correct": 10_000}, {"tested": -1}, {"tested": 2**62 + 1}, {"correct": 0.0}),
+        *({"tested": -1}, {"tested": 2**62 + 1}, {"tested": 1.0}),
+        *({"local_accuracy": -0.1}, {"local_accuracy": 1.1}, {"local_accuracy": math.nan}, {"local_accuracy": 1}),
+        *({"local_loss": math.nan}, {"local_loss": math.inf}, {"local_loss": 3}),
         *({"floored": [-1]}, {"floored": [2]}, {"floored": [0.0]}, {"floored": 1}),
         *({"examples": 0}, {"examples": -3}, {"examples": 101}, {"examples": 5.0}),
     ],
