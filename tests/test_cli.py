@@ -24,6 +24,7 @@ import fedprior
 from fedprior import cli, locks
 from fedprior.algorithms import algorithm_settings
 from fedprior.cli import experiments
+from fedprior.data.images import Scale
 from fedprior.repeat import repeat_command
 from fedprior.report import read_run
 from fedprior.reproduce import EXPERIMENTS
@@ -251,7 +252,7 @@ def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
     for arguments, words in (
         (("export", "run", "--to", "small"), "small exists; choose another folder"),
         (("evaluate", "run", "--personalise", 9), "there is no client 9"),
-        (("evaluate", "run", "--data", "nothing.npz"), "cannot be read as a numpy file"),
+        (("evaluate", "run", "--data", "nothing.npz"), "nothing.npz does not exist"),
         (("predict", "run", "x.npy"), "run is not an exported model"),
     ):
         code, _, err = shell(*arguments)
@@ -259,6 +260,34 @@ def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
         assert words in err
     monkeypatch.setattr("fedprior.compact.onnx.available", lambda: False)
     assert "pip install 'fedprior[export]'" in shell("export", "run", "--to", "other", "--onnx")[2]
+
+
+def test_pixels_are_predicted_and_evaluated_and_doubts_are_one_line(shell, tmp_path, monkeypatch, small_task):
+    monkeypatch.setattr("fedprior.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    task = small_task()
+    scale = Scale((0.4,), (0.2,))
+    monkeypatch.setitem(
+        fedprior.TASKS, "grey", lambda seed: fedprior.Task("grey", task.network, task.data, scale=scale)
+    )
+    shell("run", "grey", "--rounds", 1, "--out", "run")
+    assert shell("export", "run", "--to", "small", "--no-onnx")[0] == 0
+    pixels, y = np.random.default_rng(0).integers(0, 256, (6, 1, 8, 8), np.uint8), np.arange(6) % 4
+    inputs = ((pixels / 255 - 0.4) / 0.2).astype(np.float32)
+    found = []
+    for x in (inputs, pixels, np.moveaxis(pixels, 1, -1), pixels[:, 0]):
+        np.savez(tmp_path / "data.npz", x=x, y=y)
+        predicted, evaluated = shell("predict", "small", "data.npz"), shell("evaluate", "run", "--data", "data.npz")
+        assert (predicted[0], predicted[2], evaluated[0], evaluated[2]) == (0, "", 0, "")
+        found.append((predicted[1], evaluated[1]))
+    assert found == found[:1] * 4
+    np.save(tmp_path / "unit.npy", pixels / 255)
+    np.save(tmp_path / "real.npy", pixels * 1.0)
+    code, _, err = shell("predict", "small", "unit.npy")
+    assert (code, err.count("\n")) == (0, 1)
+    assert err.startswith("warning: unit.npy holds numbers from 0 to 1, taken as inputs as they are")
+    code, _, err = shell("predict", "small", "real.npy")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: real.npy holds numbers from 0 to 255")
 
 
 def test_watch_shows_how_things_stand(shell):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedprior import keys, runs, wire
 from fedprior.compact.inputs import Reader
+from fedprior.compact.predict import outputs_of
 from fedprior.compact.write import Description, export_module
 from fedprior.data.images import Scale
 from fedprior.em import Algorithm, e_step
@@ -155,7 +156,7 @@ def evaluate(
     found = trained(run, personalise=personalise, task=task, algorithm=algorithm, call="evaluate")
     x, y = found.x, found.y
     if data is not None:
-        x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data))
+        x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data), y)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
     own = _score(found.module, x, y, *found.judged)
@@ -164,8 +165,8 @@ def evaluate(
 
 
 def _score(module: nn.Module, x: Tensor, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:
+    outputs = outputs_of(module, x)
     with torch.no_grad():
-        outputs = torch.cat([module(part) for part in x.split(256)])
         if what.class_dim is not None:
             low, high, classes = int(y[y != IGNORED].min()), int(y.max()), outputs.shape[what.class_dim]
             if low < 0 or high >= classes:

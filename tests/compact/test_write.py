@@ -15,7 +15,7 @@ from fedprior.compact import export_module, load_module
 from fedprior.compact.inputs import Reader
 from fedprior.compact.predict import describe, outputs, predict, reader
 from fedprior.data.images import Scale
-from fedprior.errors import DataError, ModelError, RunError
+from fedprior.errors import DataError, FedpriorWarning, ModelError, RunError
 from fedprior.models import Ensemble, LeNet5, ResNet20
 from fedprior.units import UnitGating, find_structure
 
@@ -210,7 +210,7 @@ def test_colours_may_come_first_or_last() -> None:
     inputs = found.numpy()
     assert torch.equal(read.array(inputs, Path("x.npy")), found), "real numbers are inputs as they are"
     assert torch.equal(read.array(np.moveaxis(inputs, 1, -1), Path("x.npy")), found)
-    with pytest.warns(UserWarning, match="numbers from 0 to 1, taken as inputs as they are; if they are pixels"):
+    with pytest.warns(FedpriorWarning, match="numbers from 0 to 1, taken as inputs as they are; if they are pixels"):
         read.array(np.moveaxis(images, -1, 1) // 128 * 1.0, Path("x.npy"))
 
 
@@ -283,7 +283,7 @@ def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> 
         "text.png": "cannot be read as an image",
         "empty": "holds no images",
         "nowhere.png": "does not exist",
-        "nowhere.npy": "cannot be read as a numpy file",
+        "nowhere.npy": "does not exist",
     }.items():
         with pytest.raises(DataError, match=words) as caught:
             predict(folder, [tmp_path / name])
@@ -320,6 +320,25 @@ def test_labelled_data_from_arrays_and_from_folders(digits, pixels, tmp_path: Pa
         read.labelled(tmp_path / "shares.npz")
 
 
+def test_targets_are_like_those_of_the_training(tmp_path: Path) -> None:
+    read = Reader((2,), torch.float32, None)
+    for like, y, found in (
+        (torch.zeros(3, 1), np.array([[0.5], [1], [2]]), torch.tensor([[0.5], [1], [2]])),
+        (torch.zeros(3), np.array([1, 2, 3]), torch.tensor([1.0, 2, 3])),
+        (torch.zeros(3, 2, dtype=torch.int64), np.array([[1, 2]] * 3), torch.tensor([[1, 2]] * 3)),
+    ):
+        np.savez(tmp_path / "data.npz", x=np.zeros((3, 2)), y=y)
+        assert torch.equal(read.labelled(tmp_path / "data.npz", like)[1], found)
+    for like, y, words in (
+        (torch.zeros(3, 1), np.zeros(3), r"labels of shape \(3,\), not \(3, 1\)"),
+        (torch.zeros(3), np.full(3, np.inf), "labels that are not finite"),
+        (torch.zeros(3), np.array(["a", "b", "c"]), "labels that are <U1, not numbers"),
+    ):
+        np.savez(tmp_path / "data.npz", x=np.zeros((3, 2)), y=y)
+        with pytest.raises(DataError, match=words):
+            read.labelled(tmp_path / "data.npz", like)
+
+
 def test_an_export_may_go_to_the_empty_folder_one_is_in(
     digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,4 +353,8 @@ def test_an_export_may_go_to_the_empty_folder_one_is_in(
 def test_a_damaged_description_is_one_line(digits, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('{"format": "fedprior-export-1"}')
     with pytest.raises(RunError, match=r"model\.json cannot be read: 'input_shape'"):
+        describe(tmp_path)
+    about = {"format": "fedprior-export-1", "input_shape": [3], "input_type": "nn"}
+    (tmp_path / "model.json").write_text(json.dumps(about))
+    with pytest.raises(RunError, match=r"model\.json cannot be read: its input_type is 'nn'"):
         describe(tmp_path)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedprior.data.images import Scale
-from fedprior.errors import DataError, SettingError
+from fedprior.errors import DataError, FedpriorWarning, SettingError
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 ARRAYS = (("x", "y"), ("test_x", "test_y"), ("test_image", "test_label"))
@@ -42,19 +42,30 @@ class Reader(NamedTuple):
                 parts.append(inputs)
         return names, torch.cat(parts)
 
-    def labelled(self, path: Path) -> tuple[Tensor, Tensor]:
-        """Inputs and labels: an .npz with x and y, or a folder with one folder of images a class, named by number."""
+    def labelled(self, path: Path, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets: an .npz with x and y, or a folder with one folder of images a class, named by number.
+
+        Targets are `like` those that the network was trained for: one whole number an input, unless it says otherwise.
+        """
+        like = torch.zeros(1, dtype=torch.int64) if like is None else like
         if not path.is_dir():
             x, y = _labelled_arrays(path)
-            inputs, labels = self.array(x, path), torch.from_numpy(y.astype(np.int64))
+            if y.dtype.kind not in ("fiu" if like.is_floating_point() else "iu"):
+                wanted = "numbers" if like.is_floating_point() else "whole numbers"
+                raise DataError(f"{path} holds labels that are {y.dtype}, not {wanted}")
+            inputs = self.array(x, path)
+            labels = torch.from_numpy(y.astype(np.float64 if y.dtype.kind == "f" else np.int64)).to(like.dtype)
         else:
             files = sorted(p for p in path.glob("*/*") if p.suffix.lower() in IMAGES)
             if not files or not all(file.parent.name.isdecimal() for file in files):
                 raise DataError(f"{path} must hold one folder of images a class, named 0, 1, 2, …")
             inputs = self.read(files)[1]
             labels = torch.tensor([int(file.parent.name) for file in files])
-        if labels.shape != (len(inputs),):
-            raise DataError(f"{path} holds {len(inputs)} inputs, but labels of shape {tuple(labels.shape)}")
+        if labels.shape != (len(inputs), *like.shape[1:]):
+            expected = f", not {(len(inputs), *like.shape[1:])}"
+            raise DataError(f"{path} holds {len(inputs)} inputs, but labels of shape {tuple(labels.shape)}{expected}")
+        if not bool(labels.isfinite().all()):
+            raise DataError(f"{path} holds labels that are not finite")
         return inputs, labels
 
     def array(self, values: np.ndarray, path: Path) -> Tensor:
@@ -113,6 +124,7 @@ class Reader(NamedTuple):
             warnings.warn(
                 f"{path} holds numbers from {low:g} to {high:g}, taken as inputs as they are; if they are pixels, give "
                 "them as whole numbers of 0 to 255 (uint8), which are scaled",
+                FedpriorWarning,
                 stacklevel=2,
             )
 
@@ -159,14 +171,13 @@ def _labelled_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
         has = f"it has {', '.join(found) or 'none'}" if isinstance(found, dict) else "it is a single array"
         raise DataError(f"{path} must hold arrays named x and y, as np.savez(FILE, x=…, y=…) writes; {has}")
     assert isinstance(found, dict)
-    x, y = found[names[0]], found[names[1]]
-    if y.dtype.kind not in "iu":
-        raise DataError(f"{path} holds labels that are {y.dtype}, not whole numbers")
-    return x, y
+    return found[names[0]], found[names[1]]
 
 
 def _loaded(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     """The one array or the named arrays of a numpy file, all read, so that nothing can fail later."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
     try:
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)

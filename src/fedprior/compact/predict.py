@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedprior.compact import onnx
 from fedprior.compact.inputs import Reader
@@ -42,10 +42,13 @@ def describe(folder: Path) -> Description:
 
 def reader(description: Description, resize: bool = False) -> Reader:
     """What turns files into inputs of this network."""
-    scale = description.get("scale")
+    shape, scale = tuple(description["input_shape"]), description.get("scale")
+    dtype = getattr(torch, description["input_type"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"its input_type is {description['input_type']!r}")
     return Reader(
-        tuple(description["input_shape"]),
-        getattr(torch, description["input_type"]),
+        shape,
+        dtype,
         Scale(tuple(scale["mean"]), tuple(scale["deviation"])) if scale else None,
         resize,
     )
@@ -56,7 +59,11 @@ def outputs(folder: Path, inputs: Tensor, batch: int = 256) -> Tensor:
     if (folder / "model.onnx").exists() and onnx.available():
         session = onnx.session(folder / "model.onnx")
         return torch.cat([torch.from_numpy(onnx.run(session, part.numpy())) for part in inputs.split(batch)])
-    module = load_module(folder)
+    return outputs_of(load_module(folder), inputs, batch)
+
+
+def outputs_of(module: nn.Module, inputs: Tensor, batch: int = 256) -> Tensor:
+    """A network's outputs for inputs that a user has given."""
     try:
         with torch.no_grad():
             return torch.cat([module(part) for part in inputs.split(batch)])
