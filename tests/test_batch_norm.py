@@ -75,7 +75,7 @@ def test_no_buffer_of_the_module_changes():
     before = {name: buffer.clone() for name, buffer in net.module.named_buffers()}
     x, y = examples(5)
     net.training_loss(net.params(), x, y, None, keys.key(0))
-    net.measure(net.params(), net.statistics(), x, None)
+    net.measure(net.params(), x, None)
     net.predict(net.params(), x)
     assert all(torch.equal(buffer, before[name]) for name, buffer in net.module.named_buffers())
 
@@ -93,9 +93,7 @@ def test_padding_enters_no_statistic(real):
     for a, b in zip(gradients(padded[0], params), gradients(alone[0], params), strict=True):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(net.predict(params, x, weight)[:real], net.predict(params, x[:real]))
-    for known in ({}, net.statistics() | {"count": torch.ones((), dtype=D)}):
-        found = net.measure(params, known, x, weight), net.measure(params, known, x[:real], None)
-        torch.testing.assert_close(*found)
+    torch.testing.assert_close(net.measure(params, x, weight), net.measure(params, x[:real], None))
 
 
 def test_under_vmap_each_client_has_its_own_statistics():
@@ -136,21 +134,17 @@ def test_predictions_with_statistics_do_not_depend_on_the_batch_and_without_do()
     assert not torch.allclose(net.predict(net.params(), x)[:2], net.predict(net.params(), x[:2]))
 
 
-def test_measuring_with_stored_statistics_runs_the_network_as_evaluation_does():
-    """The second norm sees what the first makes of its input with what is stored, not with the batch's own."""
+def test_what_is_measured_is_what_reaches_each_norm_in_training():
     net, (x, _) = network(), examples(8)
-    known = net.statistics() | {"count": torch.ones((), dtype=D)}
-    known["norm.running_mean"] += 0.7
     seen = []
-    module = Net().to(D).eval()
-    module.load_state_dict({**net.params(), **{k: v for k, v in known.items() if k != "count"}}, strict=False)
-    module.norm1.register_forward_hook(lambda _, inputs, out: seen.append(inputs[0]))
+    module = Net().to(D).train()
+    module.load_state_dict(net.params(), strict=False)
+    for norm in (module.norm, module.norm1):
+        norm.register_forward_hook(lambda _, inputs, out: seen.append(inputs[0].transpose(0, 1).flatten(1)))
     module(x)
-    found = net.measure(net.params(), known, x, None)
-    torch.testing.assert_close(found["mean"][4:], seen[0].mean(0))
-    torch.testing.assert_close(found["variance"][4:], seen[0].var(0, correction=0))
-    unknown = net.measure(net.params(), known | {"count": torch.zeros((), dtype=D)}, x, None)
-    torch.testing.assert_close(unknown, net.measure(net.params(), {}, x, None))
+    found = net.measure(net.params(), x, None)
+    torch.testing.assert_close(found["mean"], torch.cat([values.mean(1) for values in seen]))
+    torch.testing.assert_close(found["variance"], torch.cat([values.var(1, correction=0) for values in seen]))
 
 
 class Functional(nn.Module):
@@ -171,7 +165,7 @@ def test_the_plain_function_is_seen_as_well():
     x = torch.randn(6, 5)
     assert list(net.statistics()) == ["running_mean", "running_var", "count"]
     out = net.module.fc(x)
-    torch.testing.assert_close(net.measure(net.params(), {}, x, None)["mean"], out.mean(0))
+    torch.testing.assert_close(net.measure(net.params(), x, None)["mean"], out.mean(0))
     torch.testing.assert_close(net.predict(net.params(), x).mean(0), torch.zeros(3), rtol=0, atol=1e-5)
 
 

@@ -76,13 +76,12 @@ def pooled(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 class BatchNorm(TorchFunctionMode):
     """Takes every `batch_norm` of a model, normalises by the batch's own statistics, and keeps these.
 
-    `weight` is 1 for an example and 0 for padding. With `stored` it normalises by the statistics that the call brings,
-    where that flag is set, and still keeps the batch's own.
+    `weight` is 1 for an example and 0 for padding.
     """
 
-    def __init__(self, names: Mapping[int, str], weight: Tensor | None, stored: Tensor | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], weight: Tensor | None) -> None:
         super().__init__()
-        self.names, self.weight, self.stored = names, weight, stored
+        self.names, self.weight = names, weight
         self.found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """By the layer's name: mean, variance and how many values these are of."""
 
@@ -110,9 +109,6 @@ class BatchNorm(TorchFunctionMode):
         mean, variance, count = moments(x, self.weight)
         if running_mean is not None and running_var is not None:
             self._keep(running_mean, mean, variance, count)
-            if self.stored is not None:
-                mean = torch.where(self.stored, running_mean, mean)
-                variance = torch.where(self.stored, running_var, variance)
         scale = (variance + eps).rsqrt()
         scale = (scale if weight is None else scale * weight).reshape(shape)
         centred = x - mean.reshape(shape)

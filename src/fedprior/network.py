@@ -97,7 +97,7 @@ class Network:
         with _mode(self.module, training=False), vectorised:
             if not self.uses_batch(params):
                 return self._run(params, x)
-            with batch_norm.BatchNorm(self._names({}), weight):
+            with batch_norm.BatchNorm(self._names(), weight):
                 return self._run(params, x)
 
     def uses_batch(self, params: Params) -> bool:
@@ -126,7 +126,7 @@ class Network:
             for norm in self._modules():  # in training mode they would count batches in a buffer
                 norm.eval()
             # Always on, because `forward` may call either as a plain function; they cost next to nothing.
-            with KeyedDropout(key), batch_norm.BatchNorm(self._names({}), weight) as mode:
+            with KeyedDropout(key), batch_norm.BatchNorm(self._names(), weight) as mode:
                 outputs = self._run(params, x)
         return self.losses(outputs, y), mode
 
@@ -139,21 +139,19 @@ class Network:
         """The same without dropout."""
         return _mean(self.losses(self.predict(params, x, weight), y), weight)
 
-    def measure(self, params: Params, statistics: Params, x: Tensor, weight: Tensor | None) -> Params:
+    def measure(self, params: Params, x: Tensor, weight: Tensor | None) -> Params:
         """The statistics of what reaches each norm: `mean` and `variance`, all layers in one vector.
 
-        The norms before it use `statistics`, as they will in evaluation, or where there are none those of the batch.
+        The norms before it use those of the batch. With stored ones a layer's report would depend on how well those of
+        the layers before it were known a round ago; twenty layers deep that does not settle.
         """
-        stored = statistics[COUNT] > 0 if statistics else None
-        values = {name: value for name, value in statistics.items() if name != COUNT}
-        norms = batch_norm.BatchNorm(self._names(values), weight, stored)
-        with _mode(self.module, training=False), norms as mode:
-            self._run({**params, **values}, x)
+        with _mode(self.module, training=False), batch_norm.BatchNorm(self._names(), weight) as mode:
+            self._run(params, x)
         return self._found(mode)
 
-    def _names(self, given: Params) -> dict[int, str]:
-        """Which layer a running mean is of, by its identity, when these statistics are given."""
-        buffers = dict(self.module.named_buffers()) | given if self.norms else {}
+    def _names(self) -> dict[int, str]:
+        """Which layer a running mean is of, by its identity."""
+        buffers = dict(self.module.named_buffers()) if self.norms else {}
         return {id(buffers[norm.name + MEAN]): norm.name for norm in self.norms}
 
     def _modules(self) -> list[nn.Module]:

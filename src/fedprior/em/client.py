@@ -137,13 +137,12 @@ def _with_statistics(
     if running:
         own = running.statistics()
     else:
-        own = statistics.measure(network, lift, lift(algorithm.prior.realise)(step.upload, packet), {}, batches)
+        own = statistics.measure(network, lift, lift(algorithm.prior.realise)(step.upload, packet), batches)
     step = step._replace(own=statistics.without_count(own))
     if algorithm.statistics.kind == "local":
         return step._replace(memory={**step.memory, "statistics": own})
     if algorithm.statistics.report == "received":
-        known = {} if statistics.is_stacked(packet["statistics"]) else packet["statistics"]
-        own = statistics.measure(network, lift, received, known, batches)
+        own = statistics.measure(network, lift, received, batches)
     upload = lift(algorithm.with_statistics)(step.upload, own)
     coded = {**step.coded, "statistics": upload["statistics"]} if step.coded else {}
     return step._replace(upload=upload, coded=coded)

@@ -7,6 +7,7 @@ batch    there are none: whoever predicts uses those of the batch at hand
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,33 +45,26 @@ class Statistics:
             raise SettingError(f"statistics_momentum must be above 0 and at most 1, got {self.momentum}")
 
 
-def measure(
-    network: Network, lift: Callable[..., Callable[..., Params]], params: Params, known: Params, batches: Batches
-) -> Params:
+def measure(network: Network, lift: Callable[..., Callable[..., Params]], params: Params, batches: Batches) -> Params:
     """The statistics of a model over a client's batches, and how many examples these are."""
     parts, counts = [], []
     with torch.no_grad():
         for step in range(len(batches)):
             batch = batches[step]
-
-            def one(params: Params, known: Params, batch: Params) -> Params:
-                weight = batch.get("weight")
-                size = (
-                    batch["x"].new_full((), len(batch["x"]), dtype=_dtype(params)) if weight is None else weight.sum()
-                )
-                return {**network.measure(params, known, batch["x"], weight), COUNT: size}
-
-            found = lift(one)(params, known, given(batch))
-            counts.append(found[COUNT] if batch.active is None else found[COUNT] * batch.active)
-            parts.append(found)
+            parts.append(lift(partial(_one, network))(params, given(batch)))
+            size = parts[-1][COUNT]
+            counts.append(size if batch.active is None else size * batch.active)
         count = torch.stack(counts).to(parts[0]["mean"].dtype)
         mean, variance = (torch.stack([part[name] for part in parts]) for name in ("mean", "variance"))
         whole = pooled(mean, variance, count.unsqueeze(-1))
     return {**parted(network.norms, *whole), COUNT: count.sum(0)}
 
 
-def _dtype(params: Params) -> torch.dtype:
-    return next(iter(params.values())).dtype
+def _one(network: Network, params: Params, batch: Params) -> Params:
+    """Of one batch."""
+    x, weight = batch["x"], batch.get("weight")
+    size = torch.full((), len(x), device=x.device) if weight is None else weight.sum()
+    return {**network.measure(params, x, weight), COUNT: size}
 
 
 class Running:
