@@ -302,5 +302,10 @@ def check_sized(name: str) -> None:
 
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
     """A named algorithm for a network: `algorithm("fedsparse", network, lambda0=5e-5)`."""
+    if not isinstance(network, Network):
+        raise SettingError(f"an algorithm is built for a Network, as task.network; got a {type(network).__name__}")
     resolved = algorithm_settings(name, settings)
-    return replace(entry(name).build(network, **resolved), name=name, settings=resolved)
+    built = entry(name).build(network, **resolved)
+    gated = hasattr(built.prior, "gating")
+    shapes = {key: tuple(value.shape) for key, value in network.params().items()} if gated else None
+    return replace(built, name=name, settings=resolved, shapes=shapes)

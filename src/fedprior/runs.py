@@ -46,8 +46,10 @@ def run(
     """
     if isinstance(task, str):
         task = named_task(task, seed=run_settings(settings).seed)
+    _check_kind(task, Task, "task")
     if isinstance(algorithm, str):
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
+    _check_kind(algorithm, Algorithm, "algorithm")
     seed = {} if task.seed is None else {"seed": task.seed}
     chosen = run_settings({**seed, **task.defaults, **settings}, task)
     if out is not None and ranks.first():
@@ -157,7 +159,30 @@ def rebuild(
                 f"{path} used an algorithm of your own; {call} it from Python: {call}({str(path)!r}, algorithm=…)"
             )
         algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+    else:
+        _check_algorithm(folder, algorithm, about["algorithm"])
     return about, chosen, task, algorithm
+
+
+def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None:
+    """Refuse an algorithm that a user passes and that is not the one a run was started with."""
+    _check_kind(algorithm, Algorithm, "algorithm")
+    if algorithm.name != name:
+        raise RunError(f"{folder.path} was trained with {name}, not with {algorithm.name}")
+    recorded, now = folder.read_config()["algorithm"], {k: plain(v) for k, v in algorithm.recorded().items()}
+    for key in {**now, **recorded} if recorded else {}:  # of an algorithm of one's own nothing was recorded before
+        if recorded.get(key) != now.get(key):
+            raise RunError(
+                f"{folder.path} was trained with {key} = {recorded.get(key)}, not {now.get(key)}: "
+                "pass the algorithm that it had (algorithm=…)"
+            )
+
+
+def _check_kind(value: Any, kind: type, what: str) -> None:
+    """Refuse what was passed in the place of a task or an algorithm."""
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
 
 
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:
@@ -258,7 +283,7 @@ def config_of(
     return {
         "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
         "task": {**other, **{key: plain(value) for key, value in task.options.items()}},
-        "algorithm": {key: plain(value) for key, value in algorithm.settings.items()},
+        "algorithm": {key: plain(value) for key, value in algorithm.recorded().items()},
         "partition": {"clients": task.data.clients, "fingerprint": partition},
         "made": {"fedprior": __version__, "torch": str(torch.__version__)},
     }

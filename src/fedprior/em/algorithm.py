@@ -1,7 +1,9 @@
 """An algorithm: a prior, and how its two steps are taken."""
 
+import math
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from fedprior import wire
 from fedprior.corrections import Correction
 from fedprior.em import statistics as norm_statistics
 from fedprior.em.statistics import Statistics
+from fedprior.errors import SettingError
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.priors import Prior
 from fedprior.trees import Params, Tree
@@ -36,6 +39,29 @@ class Algorithm:
     """Whether the server ships the average of its rounds instead of the last one; nobody is sent it."""
     statistics: Statistics = field(default_factory=Statistics)
     """What becomes of the statistics of a network's norms."""
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+    """The parameters of the network that its gates were made for; None: it takes any."""
+
+    def recorded(self) -> dict[str, Any]:
+        """What a run's config says of it: its settings or, of one that was built by hand, what it is made of."""
+        if self.settings:
+            return dict(self.settings)
+        parts = {"prior": self.prior, "correction": self.correction}
+        made: dict[str, Any] = {"average": self.average} if self.average else {}
+        for role, part in parts.items():
+            names = [f.name for f in fields(part)] if is_dataclass(part) else sorted(getattr(part, "__dict__", {}))
+            made |= {role: type(part).__name__, **{f"{role}_{name}": _told(getattr(part, name)) for name in names}}
+        for where, optimisers in (("local", self.local), ("server", self.server or {})):
+            made |= {f"{where}_optimiser_{section}": optimiser for section, optimiser in optimisers.items()}
+        return made
+
+    def check_network(self, params: Params) -> None:
+        """Refuse a network whose parameters are not those that the gates were made for."""
+        if self.shapes is not None and self.shapes != {name: tuple(value.shape) for name, value in params.items()}:
+            raise SettingError(
+                f"this {self.name} was built for another network: build it with "
+                f"fedprior.algorithm({self.name!r}, task.network)"
+            )
 
     @property
     def vectorises(self) -> bool:
@@ -141,3 +167,19 @@ class Algorithm:
             return coded
         moved = self.prior.follow(spoken, wire.restore(coded, layout)["weights"])
         return {**coded, **wire.quantise({**moved, "gates": spoken.get("gates", {})}, layout)}
+
+
+def _told(value: Any) -> Any:
+    """A value as a config can hold it; of tensors and what holds them, a checksum."""
+    if value is None or isinstance(value, bool | int | str | Optimiser):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu().contiguous()
+        return f"{tuple(value.shape)} {zlib.crc32(numbers.reshape(-1).view(torch.uint8).numpy().tobytes()):08x}"
+    if isinstance(value, Mapping):
+        return str({str(name): str(_told(part)) for name, part in sorted(value.items(), key=str)})
+    if isinstance(value, list | tuple):
+        return str([str(_told(part)) for part in value])
+    return type(value).__qualname__

@@ -87,7 +87,7 @@ class Job:
         return {
             "run": {**about, **{key: value for key, value in chosen.items() if key not in SIMULATOR_ONLY}},
             "task": {key: plain(value) for key, value in self.options.items()},
-            "algorithm": {key: plain(value) for key, value in self.algorithm.settings.items()},
+            "algorithm": {key: plain(value) for key, value in self.algorithm.recorded().items()},
             "made": {"fedprior": __version__, "torch": str(torch.__version__)},
         }
 

@@ -1,5 +1,6 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
+import html
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -154,7 +155,7 @@ class Settings:
         return device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What a run leaves: a line a round, a summary, and the server's model."""
 
@@ -166,6 +167,33 @@ class Result:
     path: Path | None
     scale: Scale | None = None
     """How images became inputs, for a task on images."""
+
+    def __repr__(self) -> str:
+        header, *cells = self._shown()
+        widths = [max(len(header[i]), len(cells[0][i])) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *cells)
+        ]
+        where = f", kept in {self.path}" if self.path else ""
+        return "\n".join([f"Result: {self._title()}{where}", *lines])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        header, *cells = [
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+            for tag, line in zip(("th", "td"), self._shown(), strict=True)
+        ]
+        return f"<table><caption>{html.escape(self._title())}</caption><tr>{header}</tr><tr>{cells[0]}</tr></table>"
+
+    def _shown(self) -> list[list[str]]:
+        """The header and the row of a table of runs."""
+        from fedprior.report.table import columns, more_scores, rows
+
+        return [columns(more_scores([self.summary])), *rows([self.summary])]
+
+    def _title(self) -> str:
+        about = self.summary
+        return f"{about['algorithm']} on {about['task']}, {about['rounds']} rounds, seed {about['seed']}"
 
 
 def check_cohort(settings: Settings, clients: int) -> None:
@@ -179,6 +207,7 @@ def check_cohort(settings: Settings, clients: int) -> None:
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
+    algorithm.check_network(network.params())
     check_cohort(settings, data.clients)
     settings.check_schedules(algorithm)
     if settings.weighting == "examples" and len(set(data.train.sizes)) > 1:
