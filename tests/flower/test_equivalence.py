@@ -68,10 +68,11 @@ def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path)
     """Also where the server has no test examples: then only the clients' own scores are known."""
     draw = torch.Generator().manual_seed(0)
     sizes = ((5, 3), (5, 1), (2, 3), (2, 1))
-    clients = [tuple(torch.randn(*size, generator=draw) for size in sizes) for _ in range(3)]
+    clients = [tuple(torch.randn(*size, generator=draw).double() for size in sizes) for _ in range(3)]
     settings = {"rounds": 2, "clients_per_round": 3, "batch_size": 2, "evaluate_every": 1, "device": "cpu"}
     metrics = {"mae": lambda outputs, y: (outputs - y).abs().mean()}
-    task = fedprior.own_task(nn.Linear(3, 1), clients, loss=nn.MSELoss(reduction="none"), metrics=metrics, **settings)
+    model, loss = nn.Linear(3, 1).double(), nn.MSELoss(reduction="none")
+    task = fedprior.own_task(model, clients, loss=loss, metrics=metrics, **settings)
     algorithm = fedprior.algorithm("fedavg", task.network)
     expected = fedprior.run(task, algorithm, workers=1).records
     for test in (task.data, None):
@@ -84,7 +85,7 @@ def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path)
             assert {key for key in ours if key.startswith(("global_", "local_"))} == scores
             for key in scores:
                 value = theirs[key] if test is not None or key.startswith("local_") else math.nan
-                assert ours[key] == pytest.approx(value, rel=1e-6, nan_ok=True)
+                assert ours[key] == pytest.approx(value, rel=1e-12, nan_ok=True)
 
 
 def test_clients_of_ones_own_job_report_an_accuracy_where_there_is_one(quick, tmp_path):
