@@ -33,8 +33,10 @@ def test_personal_models_are_the_uploads_of_the_next_round(small_task) -> None:
     sim = result.simulation
     own = [personal_model(sim, client) for client in range(6)]
     sim.step(evaluate=False)
-    for name, value in sim.server["weights"].items():  # FedAvg's M-step is their mean
-        mean = torch.stack([dict(model.named_parameters())[name].detach() for model in own]).mean(0)
+    counts = [task.data.train.size(client) for client in range(6)]
+    for name, value in sim.server["weights"].items():  # FedAvg's M-step is their mean, by examples
+        each = [dict(model.named_parameters())[name].detach() for model in own]
+        mean = sum(count * one for count, one in zip(counts, each, strict=True)) / sum(counts)
         torch.testing.assert_close(mean, value)
 
 
