@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fedprior import kernels
 from fedprior.errors import ModelError
+from fedprior.kernels.mode import batched
 from fedprior.trees import Params
 
+FUSED = False
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "count"
 
 
@@ -105,14 +108,10 @@ class BatchNorm(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        x, shape = input, (-1, *[1] * (input.dim() - 2))
-        mean, variance, count = moments(x, self.weight)
+        out, mean, variance, count = normalise(input, self.weight, weight, bias, eps)
         if running_mean is not None and running_var is not None:
             self._keep(running_mean, mean, variance, count)
-        scale = (variance + eps).rsqrt()
-        scale = (scale if weight is None else scale * weight).reshape(shape)
-        centred = x - mean.reshape(shape)
-        return centred * scale if bias is None else torch.addcmul(bias.reshape(shape), centred, scale)
+        return out
 
     def _keep(self, buffer: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         name = self.names.get(id(buffer))
@@ -132,14 +131,45 @@ class BatchNorm(TorchFunctionMode):
         self.found[name] = (mean, variance, count)
 
 
+def normalise(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x normalised by its real examples, their mean and variance, and how many values these are of."""
+    if FUSED and kernels.usable(x) and batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31:
+        from fedprior.kernels.batch_norm import batch_norm
+
+        mask = None if real is None else real.to(x.dtype)
+        out, mean, variance = batch_norm(x, mask, weight, bias, eps)
+        return out, mean, variance, _count(x, mask)
+    shape = (-1, *[1] * (x.dim() - 2))
+    mean, variance, count = moments(x, real)
+    scale = (variance + eps).rsqrt()
+    scale = (scale if weight is None else scale * weight).reshape(shape)
+    centred = x - mean.reshape(shape)
+    return (
+        centred * scale if bias is None else torch.addcmul(bias.reshape(shape), centred, scale),
+        mean,
+        variance,
+        count,
+    )
+
+
+def _count(x: Tensor, real: Tensor | None) -> Tensor:
+    """How many values of a channel are of real examples."""
+    places = prod(x.shape[2:])
+    if real is None:
+        return torch.full((), x.shape[0] * places, dtype=x.dtype, device=x.device)
+    return real.sum() * places
+
+
 def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Each channel's mean, variance (biased, as in training) and number of values, of the examples with a weight."""
-    dims, places = [0, *range(2, x.dim())], prod(x.shape[2:])
+    dims = [0, *range(2, x.dim())]
     if weight is None:
         variance, mean = torch.var_mean(x, dims, correction=0)
-        return mean, variance, torch.full((), x.shape[0] * places, dtype=x.dtype, device=x.device)
+        return mean, variance, _count(x, None)
     weight = weight.to(x.dtype)
-    count = weight.sum() * places
+    count = _count(x, weight)
     share = (weight / count.clamp(min=1)).reshape(-1, *[1] * (x.dim() - 1))
     mean = (x * share).sum(dims)
     centred = x - mean.reshape(-1, *[1] * (x.dim() - 2))

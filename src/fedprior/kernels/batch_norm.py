@@ -1,0 +1,161 @@
+"""Batched batch norm: statistics, weight and bias of each client's own, one launch forwards and one backwards.
+
+Tensors carry the clients in front: inputs (clients, images, channels, ...), which images are real (clients, images),
+weights and biases (clients, channels).
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprior.kernels.launch import fold, strided, target, unfold
+
+TILE = 2048
+"""Numbers that a program looks at together."""
+
+
+def batch_norm(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and each channel's mean and variance, for what `vmap` batches; both weight and bias, or none."""
+    rest = [None if p is None else p.unsqueeze(0) for p in (mask, weight, bias)]
+    out, mean, variance = BatchNorm.apply(x.unsqueeze(0), *rest, eps)
+    return out.squeeze(0), mean.squeeze(0), variance.squeeze(0)
+
+
+def _launch(x: Tensor) -> tuple[dict[str, Any], tuple[int]]:
+    images, channels, size = x.shape[1], x.shape[2], prod(x.shape[3:])
+    columns = min(1 << (size - 1).bit_length(), TILE)
+    rows = min(1 << (images - 1).bit_length(), TILE // columns)
+    sizes = {"C": channels, "SIZE": size, "BI": rows, "BS": columns, "num_warps": 8 if rows * columns > 1024 else 4}
+    return sizes, (x.shape[0] * channels,)
+
+
+def forward(
+    x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and each channel's mean and variance."""
+    from fedprior.kernels.batch_kernels import batch_kernel
+
+    x = strided(x)
+    m, w, b = (x if p is None else strided(p) for p in (mask, weight, bias))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    means, variances = (x.new_empty(x.shape[0], x.shape[2]) for _ in range(2))
+    sizes, grid = _launch(x)
+    strides = x.stride(0), m.stride(0), w.stride(0), b.stride(0)
+    with target(x):
+        batch_kernel[grid](
+            x, m, w, b, out, means, variances, *strides, x.shape[1], eps,
+            AFFINE=weight is not None, MASKED=mask is not None, **sizes,
+        )  # fmt: skip
+    return out, means, variances
+
+
+def backward(
+    grad: Tensor, x: Tensor, mask: Tensor | None, weight: Tensor | None, means: Tensor, variances: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for the input, the weight and the bias (the latter two empty without weights)."""
+    from fedprior.kernels.batch_kernels import batch_backward_kernel
+
+    grad, x = strided(grad), strided(x)
+    m, w = (x if p is None else strided(p) for p in (mask, weight))
+    means, variances = means.contiguous(), variances.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    clients, images, channels = x.shape[:3]
+    sums = x.new_empty(2, clients, 0 if weight is None else channels)
+    sizes, grid = _launch(x)
+    strides = grad.stride(0), x.stride(0), m.stride(0), w.stride(0)
+    with target(x):
+        batch_backward_kernel[grid](
+            grad, x, m, w, means, variances, out, sums if sums.numel() else out, *strides, images, clients, eps,
+            AFFINE=weight is not None, MASKED=mask is not None, **sizes,
+        )  # fmt: skip
+    dw, db = sums.unbind(0)
+    return out, dw, db
+
+
+class BatchNorm(torch.autograd.Function):
+    """The output, with the statistics, through which no gradient goes."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return forward(x, mask, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, mask, weight, _, ctx.eps = inputs
+        _, means, variances = output
+        ctx.mark_non_differentiable(means, variances)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mask, weight, means, variances)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        x, mask, weight, means, variances = ctx.saved_tensors
+        dx, dw, db = BatchNormGradient.apply(grad, x, mask, weight, means, variances, ctx.eps)
+        return (dx, None, dw, db, None) if weight is not None else (dx, None, None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        n = info.batch_size
+        folded = (None if t is None else fold(n, d, t) for d, t in zip(in_dims[:4], args[:4], strict=True))
+        return tuple(unfold(n, out) for out in BatchNorm.apply(*folded, *args[4:])), (0, 0, 0)
+
+
+class BatchNormGradient(torch.autograd.Function):
+    """The gradients; differentiated again, which is rare, they fall back to torch's own operations."""
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        weight: Tensor | None,
+        means: Tensor,
+        variances: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(grad, x, mask, weight, means, variances, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        grad, x, mask, weight, _, _, ctx.eps = inputs
+        ctx.save_for_backward(grad, x, mask, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        grad, x, mask, weight = ctx.saved_tensors
+        if weight is None:
+            pull = torch.func.vjp(lambda g, x: _plain(g, x, mask, None, ctx.eps)[0], grad, x)[1]
+            return (*pull(cotangents[0]), None, None, None, None, None)
+        pull = torch.func.vjp(lambda g, x, w: _plain(g, x, mask, w, ctx.eps), grad, x, weight)[1]
+        dg, dx, dw = pull(cotangents)
+        return dg, dx, None, dw, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        n = info.batch_size
+        tensors = (None if t is None else fold(n, d, t) for d, t in zip(in_dims[:6], args[:6], strict=True))
+        return tuple(unfold(n, out) for out in BatchNormGradient.apply(*tensors, *args[6:])), (0, 0, 0)
+
+
+def _plain(
+    grad: Tensor, x: Tensor, mask: Tensor | None, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients from plain operations."""
+    flat, g = x.flatten(3), grad.flatten(3)
+    if flat.dim() == 3:
+        flat, g = flat.unsqueeze(3), g.unsqueeze(3)
+    real = torch.ones_like(flat[:, :, 0, 0]) if mask is None else mask
+    share = (real / (real.sum(1, keepdim=True) * flat.shape[3]).clamp(min=1))[:, :, None, None]
+    mean = (flat * share).sum((1, 3), keepdim=True)
+    scale = (((flat - mean).square() * share).sum((1, 3), keepdim=True) + eps).rsqrt()
+    normal = (flat - mean) * scale
+    dw, db = (g * normal).sum((1, 3)), g.sum((1, 3))
+    dx = (g - share * (db[:, None, :, None] + normal * dw[:, None, :, None])) * scale
+    dx = dx if weight is None else dx * weight[:, None, :, None]
+    return dx.reshape(x.shape), dw, db

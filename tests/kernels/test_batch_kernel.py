@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from fedprior.batch_norm import moments
+from fedprior.kernels.batch_norm import _plain, batch_norm
+
+SHAPES = [(2, 3, 4, 5, 3), (3, 1, 6, 4, 4), (1, 20, 2, 40, 60), (2, 5, 7)]
+
+
+def tensors(shape, device):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device) * 3 + 1
+    weight, bias = (torch.randn(shape[0], shape[2], device=device) for _ in range(2))
+    mask = torch.ones(shape[:2], device=device)
+    mask[0, 2:] = 0
+    return x, mask, weight, bias, torch.randn_like(x)
+
+
+def plain(x, mask, weight, bias, eps):
+    """By its definition, for one client."""
+    shape = (-1, *[1] * (x.dim() - 2))
+    mean, variance, _ = moments(x, mask)
+    normal = (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()
+    return (normal if weight is None else normal * weight.reshape(shape) + bias.reshape(shape)), mean, variance
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_those_of_the_definition(device, shape, affine, masked):
+    x, mask, weight, bias, direction = tensors(shape, device)
+    given = {"x": x, "d": direction} | ({"w": weight, "b": bias} if affine else {}) | ({"m": mask} if masked else {})
+
+    def value(function, t):
+        return function(t["x"], t.get("m"), t.get("w"), t.get("b"), 1e-3)
+
+    found, expected = (vmap(lambda t, f=f: value(f, t))(given) for f in (batch_norm, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    slopes = [vmap(grad(lambda t, f=f: (value(f, t)[0] * t["d"]).sum()))(given) for f in (batch_norm, plain)]
+    for name in set(given) - {"m", "d"}:
+        torch.testing.assert_close(slopes[0][name], slopes[1][name], rtol=1e-4, atol=1e-4)
+
+
+def test_differentiates_twice(device):
+    x, mask, weight, bias, direction = tensors(SHAPES[0], device)
+
+    def penalty(function, x, w, b, m, d):
+        loss = lambda x, w, b: (function(x, m, w, b, 1e-3)[0].tanh() * d).sum()  # noqa: E731
+        return sum(g.square().sum() for g in grad(loss, (0, 1, 2))(x, w, b))
+
+    found, expected = (
+        vmap(grad(lambda *args, f=f: penalty(f, *args), (0, 1, 2)))(x, weight, bias, mask, direction)
+        for f in (batch_norm, plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+
+
+def test_the_fallback_is_the_gradient(device):
+    x, mask, weight, bias, direction = tensors(SHAPES[0], device)
+    slope = grad(lambda x, w, b, m, d: (plain(x, m, w, b, 1e-3)[0] * d).sum(), (0, 1, 2))
+    expected = vmap(slope)(x, weight, bias, mask, direction)
+    torch.testing.assert_close(_plain(direction, x, mask, weight, 1e-3), expected, rtol=1e-4, atol=1e-4)
