@@ -168,6 +168,38 @@ def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monke
     assert bool(sim.accuracy.isnan().all())
 
 
+def test_a_run_that_diverged_stays_where_it_was_while_others_go_on(small_task, monkeypatch) -> None:
+    """Stacked: one run's client sends infinities in the first round only; its state must not move in the second."""
+
+    def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
+        weights = {
+            name: torch.where(hostile, torch.full_like(value, torch.inf), value)
+            for name, value in local["weights"].items()
+        }
+        return {**local, "weights": weights}
+
+    monkeypatch.setitem(ATTACKS, "scale", poison)
+    task = small_task()
+    settings = Settings(**{**task.defaults, "clients_per_round": 6, "attack": "scale", "attackers": 0.17})
+    sims = [
+        build(fedprior.algorithm("fedavg", task.network), task.network, task.data, replace(settings, seed=seed))
+        for seed in (0, 1)
+    ]
+    sims[1].hostile[:] = False
+    engine = fedprior.simulate.engine.engine(sims, "vectorised")
+    before = {path: value.clone() for path, value in trees.leaves(sims[0].server)}
+    first = engine.step(evaluate=False)
+    assert [isinstance(outcome, DivergedError) for outcome in first] == [True, False]
+    for sim in sims:
+        sim.attack = None
+    middle = {path: value.clone() for path, value in trees.leaves(sims[1].server)}
+    second = engine.step(evaluate=False)
+    assert [isinstance(outcome, DivergedError) for outcome in second] == [True, False]
+    assert all(torch.equal(value, before[path]) for path, value in trees.leaves(sims[0].server))
+    assert any(not torch.equal(value, middle[path]) for path, value in trees.leaves(sims[1].server))
+    assert [sim.round for sim in sims] == [0, 2]
+
+
 def test_finite_looks_behind_the_given_dimensions_at_everything() -> None:
     for size in (3, SMALL + 1):
         tree = {"a": {"x": torch.ones(2, 3, size), "y": torch.ones(2, 3)}, "b": {"z": torch.ones(2, 3, 5, 2)}}
