@@ -85,13 +85,13 @@ def opened(path: Path, width: int, tmp_path: Path, *, dark: bool = False) -> tup
 
 
 class Cells(HTMLParser):
-    """The rows of the table of runs."""
+    """The rows of a table."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, name: str = "runs") -> None:
         super().__init__()
         self.rows: list[list[str]] = []
         self.inside = False
-        self.feed(text[text.index('<table class="runs"') : text.index("</table>")])
+        self.feed(text.split(f'id="{name}"')[1].split("</table>")[0].split(">", 1)[1])
 
     def handle_starttag(self, tag, attrs):
         if tag == "tr":
@@ -131,6 +131,10 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
     both = ["fedavg", "fedsparse"]
     assert {name: series for name, series in probe["charts"].items() if series != both} == {
         "Sparsity, layer by layer": ["conv", "fc1", "fc2"],
+        "Units kept": ["conv", "fc1"],
+        "Units closed until then, by cause": [
+            f"{layer}, {by}" for by in ("votes", "the step") for layer in ("conv", "fc1")
+        ],
         "Gate disagreement |π − θ|, mean": ["fedsparse"],
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
         "Bytes a round, by direction": ["fedavg, up", "fedavg, down", "fedsparse, up", "fedsparse, down"],
@@ -173,6 +177,17 @@ def test_the_tables_numbers_are_the_records(real, tmp_path):
         assert shown[name] == [name, "0", "8", *accuracies, *megabytes, *sizes]
 
 
+def test_the_page_tells_how_many_units_closed_by_what(real):
+    text = page(find_runs(real).runs)
+    last = json.loads((real / "fedsparse" / "rounds.jsonl").read_text().splitlines()[-1])
+    rows = [row for row in Cells(text, "closed").rows if row]
+    names = ("units", "closed_by_votes", "closed_by_step")
+    assert rows == [
+        ["fedsparse", "0", layer, *(str(last[f"{name}/{layer}"]) for name in names)] for layer in ("conv", "fc1")
+    ]
+    assert sum(last[f"closed_by_{by}/{layer}"] for by in ("votes", "step") for layer in ("conv", "fc1")) > 0
+
+
 def test_the_scripts_numbers_are_the_records(real):
     text = page(find_runs(real).runs)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
@@ -188,6 +203,8 @@ def test_the_scripts_numbers_are_the_records(real):
     assert found["layers"] == {
         layer: [record.get(f"sparsity/{layer}", 0.0) for record in evaluated] for layer in ("conv", "fc1", "fc2")
     }
+    for name in ("units", "closed_by_votes", "closed_by_step"):
+        assert found[name] == {layer: [r[f"{name}/{layer}"] for r in evaluated] for layer in ("conv", "fc1")}
     counts = json.loads((real / "fedsparse" / "partition.json").read_text())["train"]
     (part,) = data["partitions"]
     assert sorted(part["order"]) == list(range(6))

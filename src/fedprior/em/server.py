@@ -1,5 +1,7 @@
 """The M-step at the server."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -38,8 +40,8 @@ def m_step(
     absorbed = _absorb(algorithm, server, uploads, fraction, weight, vectorised)
     absorbed = lift(algorithm.absorb)(absorbed, uploads)
     if optimiser is None:
-        solved: Tree = settle(lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted))
-        return solved
+        solved: Tree = lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted)
+        return settle(lift(partial(prior.closures, solved=True))(absorbed, solved))  # type: ignore[no-any-return]
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +55,8 @@ def m_step(
     optimiser.load(variables)
     optimiser.scale(rate)
     optimiser.step(grads)
-    updated: Tree = settle({**server, **clone(optimiser.values)})
-    return updated
+    updated: Tree = {**server, **clone(optimiser.values)}
+    return settle(lift(partial(prior.closures, solved=False))(server, updated))  # type: ignore[no-any-return]
 
 
 def _absorb(

@@ -153,6 +153,14 @@ class Prior(ABC):
         """Gate probabilities of a server's state or packet; empty where there are no gates."""
         return {}
 
+    def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
+        """The server after an M-step, `solved` in closed form or not, with a count of the gates that it closed."""
+        return after
+
+    def tally(self, server: Tree) -> dict[str, int]:
+        """How many gates of each layer are open, and have closed by what, as `units/conv1`; empty without gates."""
+        return {}
+
     def effective_parameters(self, server: Tree) -> int:
         """The size of the network that the server would ship."""
         return count(self.predict(server))

@@ -178,5 +178,8 @@ class Narrow(GlobalGates):
             return state["gates"]
         return {layer: gate * (1 - self.rate(layer)) for layer, gate in state["open"].items()}
 
+    def tally(self, server: Tree) -> dict[str, int]:
+        return {f"units/{layer}": int((gate > 0).sum()) for layer, gate in server["open"].items()}
+
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(server["open"]))

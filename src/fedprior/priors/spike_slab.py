@@ -314,5 +314,32 @@ class SpikeSlab(Gated):
     def gates(self, state: Tree) -> Gates:
         return self.gating.part(self.joint_logits(state).sigmoid())
 
+    def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
+        """Count the gates that this round closed: by votes, or by the server's step on the weights.
+
+        T logit = ‖w‖ − τ fell because τ rose, which clients' gates decide, or because ‖w‖ fell, which nobody voted for:
+        whichever was more. Where τ goes along with ‖w‖ only votes are left.
+        """
+        was = before["open"] if "open" in before else self.open_gates(before)[0]
+        # An optimiser's momentum moves what was pruned; it is not part of any norm.
+        weights = self.gating.prune(after["weights"], was) if "open" in before else after["weights"]
+        later = {**after, "weights": weights}
+        closed = (self.gating.join(was) > 0) & (self.gating.join(self.open_gates(later)[0]) == 0)
+        raised = F.softplus(self.gating.join(after["thresholds"])) - F.softplus(self.gating.join(before["thresholds"]))
+        fallen = self.temperature * (self.joint_logits(before) - self.joint_logits(later))
+        voted = torch.ones_like(closed) if solved else raised >= fallen - raised
+        for cause, found in (("closed_by_votes", closed & voted), ("closed_by_step", closed & ~voted)):
+            counts = {layer: gate.sum() for layer, gate in self.gating.part(found.to(raised.dtype)).items()}
+            known = before.get(cause, {})
+            after = {**after, cause: {layer: known.get(layer, 0.0) + count for layer, count in counts.items()}}
+        return after
+
+    def tally(self, server: Tree) -> dict[str, int]:
+        gates = server["open"] if "open" in server else self.open_gates(server)[0]
+        found = {f"units/{layer}": int((gate > 0).sum()) for layer, gate in gates.items()}
+        for cause in ("closed_by_votes", "closed_by_step"):
+            found |= {f"{cause}/{layer}": int(count) for layer, count in server.get(cause, {}).items()}
+        return found
+
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(self.open_gates(server)[0]))

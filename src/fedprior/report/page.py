@@ -15,7 +15,7 @@ from typing import Any
 
 from fedprior.files import write_atomically, writing
 from fedprior.late import MEANS
-from fedprior.report.page_data import page_data, span
+from fedprior.report.page_data import UNITS, page_data, span
 from fedprior.report.records import Broken, Group, Run, group_runs
 from fedprior.report.table import score
 from fedprior.report.tables import cells, header, more_of
@@ -54,6 +54,13 @@ it, on its own. Bytes are those of the messages, both directions.</p>
 <h2>Sparsity</h2>
 <p class="soft">The share of the parameters that is not part of the server's network any more.</p>
 <div class="grid" id="sparsity"></div>
+<section id="units-section">
+<h2>Units, layer by layer</h2>
+<p class="soft">A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than
+the server's step shrank its weights; by the step: the other way round, so that nobody voted for it.</p>
+<div class="grid" id="units"></div>
+{units}
+</section>
 <section id="agreement-section">
 <h2>Gate agreement</h2>
 <p class="soft">How far the clients' gate probabilities π are from the server's θ: total variation, over gates and the
@@ -92,6 +99,7 @@ def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[R
         trouble=_trouble(runs, broken),
         table=_table(groups),
         means=MEANS,
+        units=_units(groups),
         settings=_settings(runs),
         repeat="\n".join(f"<pre>{html.escape(text)}</pre>" for text in _commands(runs, repeat)),
         version=__version__,
@@ -185,6 +193,26 @@ def _mean_cells(group: Group, more: Sequence[str]) -> list[str]:
 def _mean_score(group: Group, name: str) -> str:
     found = group.final(name)
     return score(found.mean) + (f" ± {score(found.error)}" if math.isfinite(found.error) else "")
+
+
+def _units(groups: Sequence[Group]) -> str:
+    """How many units each layer has kept, and why the others closed, as last recorded."""
+    lines = []
+    for number, group in enumerate(groups):
+        swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
+        for run in group.runs:
+            last = next((record for record in reversed(run.rounds) if "sparsity" in record), {})
+            for layer in (key.removeprefix("units/") for key in last if key.startswith("units/")):
+                counts = [last.get(f"{name}/{layer}") for name in UNITS]
+                texts = [run.label, str(run.seed), layer, *("–" if count is None else f"{count:,}" for count in counts)]
+                lines.append(_row(texts, swatch, ""))
+    if not lines:
+        return ""
+    head = "".join(
+        f"<th>{name}</th>" for name in ("run", "seed", "layer", "units kept", "closed by votes", "by the step")
+    )
+    table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="scroll"><table class="runs" id="closed">{table}</table></div>'
 
 
 def _settings(runs: Sequence[Run]) -> str:

@@ -15,6 +15,8 @@ POINTS = 800
 CLIENTS = 1000
 """A partition's picture has about so many clients; of more, every second, third, … is drawn."""
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
+UNITS = ("units", "closed_by_votes", "closed_by_step")
+"""Of each layer the units that are kept, and those that closed until then, by cause."""
 PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
 
 
@@ -63,7 +65,14 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
         },
         # A layer is not named before its first weight is gone.
         "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
+        **{name: _by_layer(run, evaluated, f"{name}/") for name in UNITS},
     }
+
+
+def _by_layer(run: Run, evaluated: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float | None]]:
+    """What the evaluations say of each layer under a prefix."""
+    keys = sorted({key for record in evaluated for key in record if key.startswith(prefix)}, key=_natural(run))
+    return {key.removeprefix(prefix): [_number(record.get(key)) for record in evaluated] for key in keys}
 
 
 def _natural(run: Run) -> Callable[[str], int]:

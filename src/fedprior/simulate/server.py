@@ -59,6 +59,7 @@ def evaluate(
         **local_scores(scores),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
+        **prior.tally(server),
     }
 
 

@@ -299,6 +299,28 @@ if (sparse.length) {
   });
   choose.onchange = () => layered.draw();
 }
+// Units that are left, and why the others closed: a run at a time, a line a layer.
+const counted = runs.filter((r) => Object.keys(r.units).length);
+const causes = { closed_by_votes: "votes", closed_by_step: "the step" };
+for (const closed of counted.length ? [false, true] : []) {
+  const among = closed ? counted.filter((r) => Object.keys(r.closed_by_votes).length) : counted;
+  if (!among.length) continue;
+  const choose = el("select", { "aria-label": "run" });
+  among.forEach((r, i) => choose.append(el("option", { value: i }, r.name)));
+  const layered = new LineChart(grid("units"), {
+    title: closed ? "Units closed until then, by cause" : "Units kept", tools: among.length > 1 ? [choose] : [],
+    x: ROUND, y: { format: number, zero: true, log: true },
+    series: () => {
+      const r = among[choose.value || 0];
+      return (closed ? Object.keys(causes) : ["units"]).flatMap((field, dashed) =>
+        Object.entries(r[field]).map(([layer, y], i) => ({
+          name: closed ? `${layer}, ${causes[field]}` : layer, colour: colour(i),
+          dash: dashed ? "5 4" : "", x: r.evaluated.round, y })));
+    },
+  });
+  choose.onchange = () => layered.draw();
+}
+if (!counted.length) document.getElementById("units-section").hidden = true;
 const gated = runs.some((r) => r.evaluated.tv_mean);
 for (const [field, what] of gated ? [["tv_mean", "mean"], ["tv_max", "largest"]] : []) {
   new LineChart(grid("agreement"), { title: `Gate disagreement |π − θ|, ${what}`, series: lines("round", field), x: ROUND, y: { format: (v) => v.toPrecision(3), zero: true, log: true } });
