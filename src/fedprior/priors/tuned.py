@@ -131,5 +131,16 @@ class Tuned(Prior):
         result: Gates = self.of(state).gates(state)
         return result
 
+    def cautions(self) -> list[str]:
+        return self.prior.cautions()
+
+    def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
+        result: Tree = self.of(before).closures(before, after, solved)
+        return result
+
+    def tally(self, server: Tree) -> dict[str, int]:
+        result: dict[str, int] = self.of(server).tally(server)
+        return result
+
     def effective_parameters(self, server: Tree) -> int:
         return int(self.of(server).effective_parameters(server))
