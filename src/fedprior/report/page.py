@@ -7,7 +7,7 @@ draws the rest from the same records, which lie in the page as JSON.
 import html
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -201,7 +201,8 @@ def _units(groups: Sequence[Group]) -> str:
     for number, group in enumerate(groups):
         swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
         for run in group.runs:
-            last = next((record for record in reversed(run.rounds) if "sparsity" in record), {})
+            evaluated: list[Mapping[str, Any]] = [record for record in run.rounds if "sparsity" in record]
+            last = evaluated[-1] if evaluated else {}
             for layer in (key.removeprefix("units/") for key in last if key.startswith("units/")):
                 counts = [last.get(f"{name}/{layer}") for name in UNITS]
                 texts = [run.label, str(run.seed), layer, *("–" if count is None else f"{count:,}" for count in counts)]
