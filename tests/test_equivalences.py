@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import fedprior
 from fedprior import keys
 from fedprior.em import Algorithm
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.optimisers import Optimiser
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
 from fedprior.simulate.batches import ClientBatches, Schedule
@@ -67,13 +67,13 @@ def test_fedprox_is_the_gaussian_prior_with_that_precision() -> None:
     mu, task = 0.7, make_task()
     ours = weights_after(named("fedprox", precision=mu, local_optimiser="SGD(lr=0.1)"), rounds=1)
 
-    round_key = keys.fold(keys.key(0), 1)
-    cohort = keys.choose(keys.fold(round_key, Purpose.COHORT), 4, 3)
+    turn = Turn(keys.key(0), 1)
+    cohort = keys.choose(turn.key(Purpose.COHORT), 4, 3)
     results = []
     for client in cohort:
         model = make_task().network.module
         start = [p.detach().clone() for p in model.parameters()]
-        key = keys.fold(keys.fold(round_key, client), Purpose.BATCHES)
+        key = turn.of(client).key(Purpose.BATCHES)
         for batch in ClientBatches(task.data, client, Schedule(4), key):
             model.zero_grad()
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedprior
 from fedprior import keys
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -66,18 +67,51 @@ def test_fold_works_element_by_element(key, data):
     assert folded.tolist() == [int(keys.fold(tensor(key), one)) for one in data]
 
 
-def test_seeds_rounds_clients_and_purposes_never_share_a_key():
-    """Seed 1 in round 2 is not seed 2 in round 1, and so on down to the purposes."""
-    small = range(8)
+def test_seeds_purposes_rounds_clients_and_steps_never_share_a_key():
+    """Every node of the tree run → purpose → round → client → step, for small numbers, which coincide most easily."""
+    small = range(6)
     found = [int(keys.key(seed)) for seed in small]
-    found += [int(keys.fold(keys.key(seed), number)) for seed in small for number in small]
-    found += [
-        int(keys.fold(keys.fold(keys.key(seed), number), purpose))
-        for seed in small
-        for number in small
-        for purpose in Purpose
-    ]
+    for seed, purpose in itertools.product(small, Purpose):
+        root = keys.key(seed)
+        found.append(int(keys.fold(root, purpose)))
+        for number in small:
+            found.append(int(Turn(root, number).key(purpose)))
+            for client in range(12):
+                own = Turn(root, number, client).key(purpose)
+                found += [int(own), *keys.fold(own, torch.arange(6)).tolist()]
     assert len(set(found)) == len(found)
+
+
+def test_a_turn_of_many_is_the_turn_of_each():
+    root, rounds, clients = keys.fold(keys.key(1), torch.arange(3)), torch.tensor([4, 4, 5]), torch.tensor([2, 0, 2])
+    together = Turn(root, rounds, clients).key(Purpose.RELAX)
+    alone = [int(Turn(root[i], int(rounds[i]), int(clients[i])).key(Purpose.RELAX)) for i in range(3)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "again"),
+    [
+        ("fedsparse", {}, 0),
+        ("feddrop", {"noise": True}, 0),
+        ("fedmix", {}, 9 * 3 * 2),  # its clients look at their batches once before they train: the same order again
+        ("scaffold", {}, 0),
+    ],
+)
+def test_no_key_is_drawn_from_twice_in_a_run(monkeypatch, small_task, name, settings, again):
+    """All draws that a run makes, of the algorithm, the batches, dropout, rounding, cohorts and attackers together."""
+    drawn, original = [], keys.bits
+
+    def recorded(key, count):
+        drawn.append(int(key))
+        return original(key, count)
+
+    monkeypatch.setattr(keys, "bits", recorded)
+    task = small_task(dropout=0.3, epochs=2)
+    algorithm = fedprior.algorithm(name, task.network, **settings)
+    fedprior.run(task, algorithm, rounds=9, wire="int8/int4", attack="constant", attackers=0.4, workers=1)
+    assert len(drawn) > 300
+    assert len(set(drawn)) == len(drawn) - again
 
 
 def test_purposes_give_streams_that_do_not_correlate():

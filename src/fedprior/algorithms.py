@@ -112,6 +112,7 @@ def spike_slab(
     prune_below: float = 0.1,
     dense_rounds: int = 0,
     prune_server: bool = True,
+    thresholds: str = "stay",
     gate_output: bool = False,
     linear_gates: str = "outputs",
     ungated: tuple[str, ...] = (),
@@ -133,6 +134,7 @@ def spike_slab(
         prune_below=prune_below,
         dense_rounds=dense_rounds,
         prune_server=prune_server,
+        thresholds=thresholds,
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None

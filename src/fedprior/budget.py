@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprior import keys, wire
 from fedprior.em import Algorithm
 from fedprior.errors import SettingError
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.priors import Narrow
 from fedprior.simulate.run import Settings
 from fedprior.trees import Gates, Params
@@ -96,9 +96,9 @@ def _bytes_of(
         return int(message(gates)) * count
     root, drawn = keys.key(settings.seed), list[Tensor]()
     for number in rounds[: math.ceil(SAMPLE / settings.clients_per_round)]:
-        key = keys.fold(root, number)
-        cohort = keys.choose(keys.fold(key, Purpose.COHORT), clients, settings.clients_per_round)
-        drawn += keys.fold(keys.fold(key, Purpose.BROADCAST), torch.tensor(cohort))
+        turn = Turn(root, number)
+        cohort = keys.choose(turn.key(Purpose.COHORT), clients, settings.clients_per_round)
+        drawn += turn.of(torch.tensor(cohort)).key(Purpose.BROADCAST)
     each = torch.stack([message(prior.draw(gates, key)[0]) for key in drawn]).double()
     if len(each) == count:
         return int(each.sum())

@@ -10,14 +10,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedprior import keys, runs, wire
+from fedprior import runs, wire
 from fedprior.compact.inputs import Reader
 from fedprior.compact.predict import outputs_of
 from fedprior.compact.write import Description, export_module
 from fedprior.data.images import Scale
 from fedprior.em import Algorithm, e_step
 from fedprior.errors import DataError, RunError, SettingError
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, each
 from fedprior.models import Ensemble
 from fedprior.network import IGNORED, Network
@@ -92,16 +92,15 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
     algorithm, prior = sim.algorithm, sim.algorithm.prior
-    key = keys.fold(sim.root, sim.round + 1)
-    client_key = keys.fold(key, client)
+    turn = Turn(sim.root, sim.round + 1, client)
     server = prior.prune(sim.server)
-    spoken = algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+    spoken = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
     layout = algorithm.downlink(server)
     packet = wire.restore(algorithm.pack(spoken, layout), layout)
     memory = sim.memory.get(client, algorithm.remember(sim.network.params(), sim.network.statistics()))
-    batches = ClientBatches(sim.data, client, sim.schedule, keys.fold(client_key, Purpose.BATCHES))
+    batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
     rate = sim.rates.at(sim.round + 1).local
-    step = e_step(algorithm, sim.network, packet, batches, client_key, memory, rate=rate)
+    step = e_step(algorithm, sim.network, packet, batches, turn, memory, rounded=False, rate=rate)
     return with_values(copy.deepcopy(sim.network.module), {**prior.realise(step.upload, packet), **step.own})
 
 

@@ -11,6 +11,7 @@ True
 
 import math
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,7 @@ _MIX2 = 0x94D049BB133111EB - 2**64
 
 
 class Purpose(IntEnum):
-    """What a draw is for: folding it in keeps a client's streams apart.
-
-    Clients and rounds are folded in as plain numbers too, so the draws of `broadcast` for client 7 are those of client
-    2's `commit`: harmless, because no prior here draws in both, and something to know for one that does.
-    """
+    """What a draw is for: the first branch under a run's key, so that no two purposes ever share a draw."""
 
     COHORT = 1
     BROADCAST = 2
@@ -39,8 +36,8 @@ class Purpose(IntEnum):
     DROPOUT = 6
     COMMIT = 7
     ATTACK = 8
-    STEP = 9
-    ROUNDING = 10
+    ROUNDING = 9
+    COMPONENTS = 10
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -83,6 +80,29 @@ def fold(key: Tensor, data: Tensor | int) -> Tensor:
     mixed = data if isinstance(data, int) else _mix(data + _GAMMA)
     # The key is mixed once more than the data: alike, fold(key(a), b) and fold(key(b), a) would be the same key.
     return _mix(_mix(key + _GAMMA) ^ mixed)
+
+
+class Turn(NamedTuple):
+    """Whose draws: those of a run, of one of its rounds and, for what concerns one, of a client.
+
+    Of several runs and clients at once it holds tensors of one shape.
+
+    >>> Turn(key(0), 1).of(7).key(Purpose.COMMIT) == fold(fold(fold(key(0), Purpose.COMMIT), 1), 7)
+    tensor(True)
+    """
+
+    root: Tensor
+    round: Tensor | int
+    client: Tensor | int | None = None
+
+    def of(self, client: Tensor | int) -> "Turn":
+        """The turn of a client in this round."""
+        return self._replace(client=client)
+
+    def key(self, purpose: Purpose) -> Tensor:
+        """run → purpose → round → client; steps, epochs and tensors branch off below."""
+        key = fold(fold(self.root, purpose), self.round)
+        return key if self.client is None else fold(key, self.client)
 
 
 def bits(key: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 import fedprior
 from fedprior import keys
 from fedprior.data.embedded import mnist_mini
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.models import LogisticRegression
 from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.tasks import Task
@@ -33,13 +33,13 @@ def naive_scaffold(rounds: int, lr: float, weighting: str) -> tuple[list[torch.T
     c = [torch.zeros_like(p) for p in x]
     c_i = [[torch.zeros_like(p) for p in x] for _ in range(count)]
     for t in range(1, rounds + 1):
-        key = keys.fold(keys.key(0), t)
-        cohort = keys.choose(keys.fold(key, Purpose.COHORT), count, 2)
+        turn = Turn(keys.key(0), t)
+        cohort = keys.choose(turn.key(Purpose.COHORT), count, 2)
         moves, changes = [], []
         for i in cohort:
             for p, value in zip(model.parameters(), x, strict=True):
                 p.data = value.clone()
-            batches = ClientBatches(task.data, i, Schedule(4), keys.fold(keys.fold(key, i), Purpose.BATCHES))
+            batches = ClientBatches(task.data, i, Schedule(4), turn.of(i).key(Purpose.BATCHES))
             for batch in batches:
                 model.zero_grad()
                 nn.functional.cross_entropy(model(batch.x), batch.y).backward()

@@ -297,7 +297,7 @@ def unit_prior() -> tuple[SpikeSlab, Tree, Tree]:
 
 
 def unit_theta(state: Tree, layer: str) -> Tensor:
-    rows = torch.cat([state["weights"][f"{layer}.weight"], state["weights"][f"{layer}.bias"][:, None]], 1)
+    rows = state["weights"][f"{layer}.weight"]
     return torch.sigmoid((rows.detach().norm(dim=1) - torch.log1p(state["thresholds"][layer].exp())) / T)
 
 
@@ -323,16 +323,17 @@ def test_unit_wise_local_gradients_are_the_papers() -> None:
 
 
 def test_unit_wise_server_gradients_are_those_of_algorithm_1_for_what_was_sent() -> None:
-    """∇w = z (ŵ_s − w) on the weights in the message; a column that reads a closed unit was not sent and has no say."""
+    """∇w = z (ŵ_s − w), z the gate of a weight's own group: columns that read a unit closed here have their say."""
     prior, server, local = unit_prior()
     gates = {"0": torch.tensor([1.0, 0, 1, 1]).double(), "2": torch.tensor([1.0, 1, 0, 1, 1]).double()}
-    upload = {"weights": prior.gating.prune(local["weights"], gates), "gates": gates}
+    upload = {"weights": prior.gating.apply(local["weights"], gates), "gates": gates}
     assignment = {**upload, "weights": prior.realise(upload, server)}
     with_grad(server)
     prior.log_prob(assignment, server).backward()
-    sent = prior.gating.mask(gates)
+    own = {name: gates[name[0]] for name in server["weights"] if name[0] in gates}
     for name, w in server["weights"].items():
-        expected = sent.get(name, torch.ones(())) * (local["weights"][name] - w.detach())
+        z = own.get(name, torch.ones(1).double())
+        expected = z.reshape(-1, *[1] * (w.dim() - 1)) * (local["weights"][name] - w.detach())
         torch.testing.assert_close(w.grad, expected.expand(w.shape), rtol=0, atol=1e-8)
     for layer, z in gates.items():
         prob, v = unit_theta(server, layer).detach(), server["thresholds"][layer]

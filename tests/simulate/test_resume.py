@@ -16,7 +16,7 @@ import torch
 
 import fedprior
 from fedprior import RunError, keys, trees
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.report.records import read_run
 from fedprior.simulate import checkpoint
 from fedprior.simulate.folder import RunFolder
@@ -387,7 +387,7 @@ def test_fewer_rounds_than_were_trained_end_the_run_where_it_is(small_task, fold
 def first_turn(seed, client, clients):
     """The round in which a client of cohorts of one has its first turn."""
     for number in range(1, 50):
-        key = keys.fold(keys.fold(keys.key(seed), number), Purpose.COHORT)
+        key = Turn(keys.key(seed), number).key(Purpose.COHORT)
         if keys.choose(key, clients, 1) == [client]:
             return number
     return 50

@@ -13,7 +13,7 @@ from torch import nn
 import fedprior
 from fedprior import ALGORITHMS, keys, trees
 from fedprior.data.federated import Shards
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.simulate.run import Settings, build
 
@@ -66,10 +66,10 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
     algorithm = fedprior.algorithm("fedavg", task.network, **settings)
     server = copy.deepcopy(task.network.module)
     for number in range(1, 7):
-        key = keys.fold(keys.key(3), number)
+        turn = Turn(keys.key(3), number)
         states, sizes = [], []
-        for client in keys.choose(keys.fold(key, Purpose.COHORT), task.data.clients, 3):
-            batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
+        for client in keys.choose(turn.key(Purpose.COHORT), task.data.clients, 3):
+            batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server).train()
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1, momentum=momentum)
             for batch in ClientBatches(task.data, client, Schedule(4, epochs), batch_key):
@@ -93,10 +93,10 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
     algorithm = fedprior.algorithm("fedprox", task.network, precision=mu, local_optimiser="SGD(lr=0.1)")
     server = copy.deepcopy(task.network.module)
     for number in range(1, 4):
-        key = keys.fold(keys.key(0), number)
+        turn = Turn(keys.key(0), number)
         states = []
         for client in (0, 1):
-            batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
+            batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server)
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1)
             for batch in ClientBatches(task.data, client, Schedule(4, 2), batch_key):

@@ -2,8 +2,9 @@
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fedprior.em.statistics import Statistics
 from fedprior.errors import SettingError
 from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.priors import Prior
-from fedprior.trees import Params, Tree
+from fedprior.trees import Gates, Params, Tree
 from fedprior.wire import Layout, Wire
 
 
@@ -111,32 +112,35 @@ class Algorithm:
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """The packet for a client."""
-        packet = self.with_extra(self.prior.broadcast(server, key), self.correction.broadcast(server))
-        return self.with_statistics(packet, server.get("statistics", {}))
+        packet, statistics = self.prior.broadcast(server, key), server.get("statistics", {})
+        extra = self.correction.broadcast(server)
+        support = self.prior.support(packet["gates"]) if (extra or statistics) and "gates" in packet else {}
+        packet = self._with(packet, extra, support)
+        return {**packet, "statistics": norm_statistics.masked(statistics, support)} if statistics else packet
 
-    def with_statistics(self, message: Tree, statistics: Params) -> Tree:
-        """A message with statistics of the units that its gates leave."""
-        if not statistics:
-            return message
-        support = self.prior.support(message["gates"]) if "gates" in message else {}
-        return {**message, "statistics": norm_statistics.masked(statistics, support)}
+    def report(self, upload: Tree, statistics: Params, packet: Tree) -> Tree:
+        """The upload, with statistics of the units that it holds."""
+        support = self.prior.sent(upload["gates"], packet) if "gates" in upload else {}
+        return {**upload, "statistics": norm_statistics.masked(statistics, support)}
 
     def absorb(self, server: Tree, uploads: Tree) -> Tree:
         """The server with the statistics of a cohort's uploads."""
         if "statistics" not in server:
             return server
         known = server["statistics"]
-        sent = torch.func.vmap(self.prior.support)(uploads["gates"]) if "gates" in uploads else {}
+        sent = torch.func.vmap(self.prior.sent, (0, None))(uploads["gates"], server) if "gates" in uploads else {}
         answers = torch.func.vmap(self.prior.responsibilities, (0, None)) if norm_statistics.is_stacked(known) else None
         shares = answers(uploads, server) if answers else None
         found = norm_statistics.absorb(known, uploads["statistics"], sent, shares, self.statistics.momentum)
         return {**server, "statistics": found}
 
-    def with_extra(self, message: Tree, extra: Tree) -> Tree:
-        """A message of the prior with what the correction adds, on the weights that the message's gates leave."""
-        if not extra:
-            return message
-        support = self.prior.support(message["gates"]) if "gates" in message else {}
+    def answer(self, upload: Tree, extra: Tree, packet: Tree) -> Tree:
+        """The upload, with what the correction adds."""
+        support = self.prior.sent(upload["gates"], packet) if extra and "gates" in upload else {}
+        return self._with(upload, extra, support)
+
+    def _with(self, message: Tree, extra: Tree, support: Params) -> Tree:
+        """A message of the prior with what the correction adds, on the weights that the message holds."""
         masked = {
             section: {name: value * support.get(name, 1.0) for name, value in values.items()}
             for section, values in extra.items()
@@ -146,18 +150,19 @@ class Algorithm:
     def downlink(self, server: Tree) -> Layout:
         """The layout of a packet."""
         layout = self.correction.extend(self.prior.downlink(server), server, self.prior.support)
-        return self.wire.layout(replace(self._extend(layout, server, down=True), direction="down"))
+        return self.wire.layout(replace(self._extend(layout, server, self.prior.support, down=True), direction="down"))
 
-    def uplink(self, server: Tree) -> Layout:
-        """The layout of an upload."""
-        layout = self.correction.extend(self.prior.uplink(server), server, self.prior.support)
-        return self.wire.layout(replace(self._extend(layout, server, down=False), direction="up"))
+    def uplink(self, state: Tree) -> Layout:
+        """The layout of an upload that answers a packet; `state` is the packet, or the server's that it tells."""
+        sent = partial(self.prior.sent, state=state)
+        layout = self.correction.extend(self.prior.uplink(state), state, sent)
+        return self.wire.layout(replace(self._extend(layout, state, sent, down=False), direction="up"))
 
-    def _extend(self, layout: Layout, server: Tree, *, down: bool) -> Layout:
+    def _extend(self, layout: Layout, state: Tree, mask: Callable[[Gates], Params], *, down: bool) -> Layout:
         """A layout with the statistics that the server has."""
-        if "statistics" not in server:
+        if "statistics" not in state:
             return layout
-        section = norm_statistics.section(server["statistics"], self.prior.support, down=down)
+        section = norm_statistics.section(state["statistics"], mask, down=down)
         return replace(layout, sections={**layout.sections, "statistics": section})
 
     def pack(self, spoken: Tree, layout: Layout) -> Tree:

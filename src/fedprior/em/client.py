@@ -14,12 +14,11 @@ from fedprior.em.algorithm import Algorithm
 from fedprior.em.batches import Batches, given
 from fedprior.em.lifting import gradient_of, lifting
 from fedprior.em.statistics import Running
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors import Prior
 from fedprior.trees import Gates, Params, Tree, clone, tree_map
-from fedprior.wire import Layout
 
 Tamper = Callable[[Tree, Tree], Tree]
 """A hostile client's change to its variables before it commits, given them and its packet."""
@@ -70,47 +69,41 @@ def e_step(
     network: Network,
     packet: Tree,
     batches: Batches,
-    key: Tensor,
+    turn: Turn,
     memory: Tree,
     *,
     vectorised: bool = False,
     tamper: Tamper | None = None,
-    uplink: Layout | None = None,
+    rounded: bool = True,
     rate: float | Tensor = 1.0,
 ) -> EStep:
-    """Start q at the prior, descend the local objective, commit to a hard assignment, round it as `uplink` says.
+    """Start q at the prior, descend the local objective, commit to a hard assignment; round it as the wire does.
 
     `rate` is what the round's schedule makes of the learning rates.
     """
     prior, correction, lift = algorithm.prior, algorithm.correction, lifting(vectorised)
-    start = lift(_adopter(prior, network))(packet, keys.fold(key, Purpose.ADOPT), _all(prior, batches))
+    start = lift(_adopter(prior, network))(packet, turn.key(Purpose.ADOPT), _all(prior, batches))
     packet = lift(prior.receive)(packet)
     direction: Params = {}
     if memory:
         support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
         direction = correction.direction(packet, memory, support)
     running = _running(algorithm, network, packet, memory)
-    local, loss, path = _descend(algorithm, network, start, packet, batches, key, direction, vectorised, running, rate)
+    local, loss, path = _descend(algorithm, network, start, packet, batches, turn, direction, vectorised, running, rate)
     if tamper:
         local = tamper(local, packet)
-    upload = lift(prior.commit)(local, packet, keys.fold(key, Purpose.COMMIT))
+    upload = lift(prior.commit)(local, packet, turn.key(Purpose.COMMIT))
     extra = lift(correction.conclude)(start["weights"], local["weights"], packet, path)
-    upload = lift(algorithm.with_extra)(upload, extra)
+    upload = lift(algorithm.answer)(upload, extra, packet)
     gates = lift(prior.expect)(local, packet)["gates"]
     coded: Tree = {}
-    if uplink is not None and uplink.precision is not None:
-        rounding, rounded = keys.fold(key, Purpose.ROUNDING), _rounded(uplink)
-        coded = lift(lambda upload, packet, key: wire.quantise(upload, rounded, packet, key))(upload, packet, rounding)
-        upload = {**upload, **lift(lambda coded, packet: wire.restore(coded, rounded, packet))(coded, packet)}
+    if rounded and algorithm.wire.rounds:
+        coded, heard = lift(partial(_round, algorithm))(upload, packet, turn.key(Purpose.ROUNDING))
+        upload = {**upload, **heard}
     step = EStep(upload, gates, loss, correction.keep(memory, upload), coded, {})
     if not network.norms or algorithm.statistics.kind == "batch":
         return step
     return _with_statistics(algorithm, network, step, start["weights"], packet, batches, running, lift)
-
-
-def _rounded(uplink: Layout) -> Layout:
-    """What is rounded of an upload: statistics, which come last, are not."""
-    return replace(uplink, sections={name: s for name, s in uplink.sections.items() if name != "statistics"})
 
 
 def _running(algorithm: Algorithm, network: Network, packet: Tree, memory: Tree) -> Running | None:
@@ -143,9 +136,18 @@ def _with_statistics(
         return step._replace(memory={**step.memory, "statistics": own})
     if algorithm.statistics.report == "received":
         own = statistics.measure(network, lift, received, batches)
-    upload = lift(algorithm.with_statistics)(step.upload, own)
+    upload = lift(algorithm.report)(step.upload, own, packet)
     coded = {**step.coded, "statistics": upload["statistics"]} if step.coded else {}
     return step._replace(upload=upload, coded=coded)
+
+
+def _round(algorithm: Algorithm, upload: Tree, packet: Tree, key: Tensor) -> tuple[Tree, Tree]:
+    """An upload as it travels, and what it then says."""
+    layout = algorithm.uplink(packet)
+    # Statistics, which come last, are not rounded.
+    layout = replace(layout, sections={name: s for name, s in layout.sections.items() if name != "statistics"})
+    coded = wire.quantise(upload, layout, packet, key)
+    return coded, wire.restore(coded, layout, packet)
 
 
 def _descend(
@@ -154,7 +156,7 @@ def _descend(
     start: Tree,
     packet: Tree,
     batches: Batches,
-    key: Tensor,
+    turn: Turn,
     direction: Params,
     vectorised: bool,
     running: Running | None,
@@ -166,14 +168,17 @@ def _descend(
     """
     prior, lift = algorithm.prior, lifting(vectorised)
     gradient = gradient_of(lift(local_objective(algorithm, network, running=running is not None)))
-    optimiser = TreeOptimiser(algorithm.local, start, len(key) if vectorised else 1)
+    steps = torch.arange(len(batches), device=turn.root.device)
+    relax_keys, dropout_keys = (keys.fold(turn.key(p).unsqueeze(-1), steps) for p in (Purpose.RELAX, Purpose.DROPOUT))
+    optimiser = TreeOptimiser(algorithm.local, start, len(relax_keys) if vectorised else 1)
     optimiser.scale(rate)
     local = optimiser.values
-    lr = torch.full(key.shape, algorithm.local["weights"].lr, dtype=torch.float64, device=key.device) * rate
+    lr = (
+        torch.full(relax_keys.shape[:-1], algorithm.local["weights"].lr, dtype=torch.float64, device=steps.device)
+        * rate
+    )
     losses: list[Tensor] = []
     taken: list[Tensor] = []
-    step_keys = keys.fold(keys.fold(key, Purpose.STEP).unsqueeze(-1), torch.arange(len(batches), device=key.device))
-    relax_keys, dropout_keys = keys.fold(step_keys, Purpose.RELAX), keys.fold(step_keys, Purpose.DROPOUT)
     for step in range(len(batches)):
         batch = batches[step]
         before = clone(local) if batch.active is not None else local
@@ -190,8 +195,8 @@ def _descend(
         if running:
             running.add(found, batch)
         losses.append(loss.detach())
-    loss, steps = _mean_loss(losses, taken, lr)
-    return local, loss, algorithm.local["weights"].path(steps) * rate
+    loss, count = _mean_loss(losses, taken, lr)
+    return local, loss, algorithm.local["weights"].path(count) * rate
 
 
 def _all(prior: Prior, batches: Batches) -> list[Params]:

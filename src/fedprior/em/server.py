@@ -55,7 +55,7 @@ def m_step(
     optimiser.load(variables)
     optimiser.scale(rate)
     optimiser.step(grads)
-    updated: Tree = {**server, **clone(optimiser.values)}
+    updated: Tree = lift(prior.adjust)(server, {**server, **clone(optimiser.values)})
     return settle(lift(partial(prior.closures, solved=False))(server, updated))  # type: ignore[no-any-return]
 
 

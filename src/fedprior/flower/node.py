@@ -13,7 +13,7 @@ from fedprior.em import e_step
 from fedprior.errors import DivergedError, WireError
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, disagreement, measures, sums
 from fedprior.network import Network
 from fedprior.simulate.batches import ClientBatches
@@ -78,14 +78,14 @@ class Node:
         blank = algorithm.remember(self.network.params(), self.network.statistics())
         memory = Memory(self.folder, order.run, self.client, blank)
         remembered = trees.tree_map(trees.channels_last, memory.recall(order.accepted))
-        key = keys.fold(keys.fold(keys.key(self.job.settings.seed, device), order.number), self.client)
-        batches = ClientBatches(self.data, 0, self.job.schedule, keys.fold(key, Purpose.BATCHES))
+        turn = Turn(keys.key(self.job.settings.seed, device), order.number, self.client)
+        batches = ClientBatches(self.data, 0, self.job.schedule, turn.key(Purpose.BATCHES))
         rate = self.job.settings.rates.at(order.number).local
-        step = e_step(algorithm, self.network, packet, batches, key, remembered, uplink=self.up, rate=rate)
+        step = e_step(algorithm, self.network, packet, batches, turn, remembered, rate=rate)
         if not bool(step.loss.isfinite()):
             raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")
         try:
-            upload = wire.encode(step.coded or step.upload, self.up, order.number)
+            upload = wire.encode(step.coded or step.upload, algorithm.uplink(packet), order.number)
         except WireError as error:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
         rows = self.data.test[0]

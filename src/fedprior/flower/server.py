@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedprior import keys, trees, wire
 from fedprior.flower.job import Job
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, blank_scores, measures
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
@@ -45,7 +45,7 @@ class Round:
     """One round while it is open. Nothing of the server changes before it is closed."""
 
     number: int
-    key: Tensor
+    draws: Turn
     server: Tree
     """The server's state, pruned: what it speaks from and what uploads refer to."""
     down: wire.Layout
@@ -101,7 +101,7 @@ class Server:
         """Open the next round."""
         server, algorithm = self.job.algorithm.prior.prune(self.state), self.job.algorithm
         number = self.round + 1
-        return Round(number, keys.fold(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
+        return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
 
     def packet(self, turn: Round, client: int) -> bytes:
         """What a client is sent in this round."""
@@ -122,7 +122,7 @@ class Server:
         """The packet for a client before it is rounded, which is what a rounded upload refers to."""
         listener = self._listener(client)
         if listener not in turn.said:
-            key = keys.fold(keys.fold(turn.key, Purpose.BROADCAST), client)
+            key = turn.draws.of(client).key(Purpose.BROADCAST)
             turn.said[listener] = self.job.algorithm.broadcast(turn.server, key)
             turn.floored |= floored(turn.said[listener])
         return turn.said[listener]

@@ -184,7 +184,7 @@ class HardEM(Strategy):
 
     def _choose(self) -> list[int]:
         """The clients to ask: at first the simulator's cohort, if everybody is there; then others in their place."""
-        key = keys.fold(self.turn.key, Purpose.COHORT)
+        key = self.turn.draws.key(Purpose.COHORT)
         there = sorted(set(self.clients.values()) - self.good.keys())
         pool = [client for client in there if client not in self.tried] or there
         count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))

@@ -83,6 +83,10 @@ class Prior(ABC):
         """The gradient of −`log_prob` in the server's variables, averaged over stacked uploads by `weight`."""
         raise NotImplementedError
 
+    def adjust(self, before: Tree, after: Tree) -> Tree:
+        """The server after an optimiser has moved it, with what must move along."""
+        return after
+
     def predict(self, server: Tree) -> Params:
         """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
@@ -132,8 +136,8 @@ class Prior(ABC):
         """The layout of a packet."""
 
     @abstractmethod
-    def uplink(self, server: Tree) -> Layout:
-        """The layout of an upload."""
+    def uplink(self, state: Tree) -> Layout:
+        """The layout of an upload: the answer to a packet, which `state` is, or the server's state that it tells."""
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
         """Other sections of a packet as they must be when its weights travel rounded, as `weights`."""
@@ -142,6 +146,10 @@ class Prior(ABC):
     def support(self, gates: Gates) -> Params:
         """Of the weights, what these gates leave of the network; weights not named are always part of it."""
         return {}
+
+    def sent(self, gates: Gates, state: Tree) -> Params:
+        """Of the weights, what an upload with these gates holds; `state` as in `uplink`."""
+        return self.support(gates)
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self) -> list[str]:

@@ -1,6 +1,7 @@
 """What the priors with gates share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,8 @@ from fedprior.weighting import mean, weighted
 from fedprior.wire import Layout, Section
 
 
-def gated_mean(gating: Gating, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Params:
-    """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s; a weight that no client sent keeps its value."""
-    sent = torch.func.vmap(gating.mask)(assignments["gates"])
+def gated_mean(sent: Params, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Params:
+    """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s, z what a client sent of each weight; one that nobody sent keeps its value."""
     means = {}
     for name, values in assignments["weights"].items():
         if name not in sent:
@@ -29,15 +29,12 @@ def gated_mean(gating: Gating, assignments: Tree, server: Tree, weight: Tensor |
     return means
 
 
-def gated_layout(gating: Gating, server: Tree, thresholds: bool = False) -> Layout:
-    """Gates, what they leave of the weights, and if asked one threshold an open gate."""
-    sections = {"weights": Section(gating.shapes, gating.mask)}
-    if thresholds:
-        # A logit is (‖w‖ − τ) / T with T = 1e-3: whole numbers are too coarse. One a unit costs next to nothing in
-        # full; one a weight is as many as the weights, and near enough in float16, because τ is then small.
-        few = any(size > 1 for size in gating.sizes().values())
-        sections["thresholds"] = Section(gating.gate_shapes, dict, precision="float32" if few else "float16")
-    dtype = next(iter(server["weights"].values())).dtype
+def gated_layout(
+    gating: Gating, state: Tree, mask: Callable[[Gates], Params], extra: Mapping[str, Section] | None = None
+) -> Layout:
+    """Gates, what they leave of the weights, and other sections."""
+    sections = {"weights": Section(gating.shapes, mask), **(extra or {})}
+    dtype = next(iter(state["weights"].values())).dtype
     return Layout(sections, gating.gate_shapes, dtype, wiring=gating.wiring)
 
 
@@ -55,10 +52,33 @@ class Gated(Prior):
         return self.gating.mask(gates)
 
     def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
+        return gated_layout(self.gating, server, self.support)
 
-    def uplink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server)
+    def uplink(self, state: Tree) -> Layout:
+        return gated_layout(self.gating, state, partial(self.sent, state=state))
+
+
+class LocalGates(Gated):
+    """Gates that each client decides for itself, and the server for its own network.
+
+    A gate that is closed in a client's draw takes away its own group only: the columns that read the unit are other
+    groups', whose gates are open, and they are sent. Columns that read a unit which the *server* has pruned have no
+    effect on anybody and no gradient: they do not travel.
+    """
+
+    def sent(self, gates: Gates, state: Tree) -> Params:
+        own = self.gating.rows(gates)
+        known = state["gates"] if "gates" in state else state.get("open")
+        if known is None:
+            return own
+        left = self.gating.mask(known)
+        return left | {name: mask * left[name] if name in left else mask for name, mask in own.items()}
+
+    def leave(self, weights: Params, gates: Gates, state: Tree) -> Params:
+        """The weights of an upload: what `sent` says, and zero elsewhere."""
+        own = self.gating.scale(weights, self.gating.join(gates))
+        known = state["gates"] if "gates" in state else state.get("open")
+        return own if known is None else self.gating.prune(own, known)
 
 
 class GlobalGates(Gated):
@@ -94,7 +114,8 @@ class GlobalGates(Gated):
         return {"drift": self.precision}
 
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
-        return {**server, "weights": gated_mean(self.gating, assignments, server, weight)}
+        sent = torch.func.vmap(self.gating.mask)(assignments["gates"])
+        return {**server, "weights": gated_mean(sent, assignments, server, weight)}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
         return {"weights": local["weights"], "gates": packet["gates"]}

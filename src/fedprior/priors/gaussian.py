@@ -50,8 +50,8 @@ class Gaussian(Prior):
     def downlink(self, server: Tree) -> Layout:
         return dense_layout(server["weights"])
 
-    def uplink(self, server: Tree) -> Layout:
-        return dense_layout(server["weights"])
+    def uplink(self, state: Tree) -> Layout:
+        return dense_layout(state["weights"])
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedprior.errors import SettingError
 from fedprior.priors.base import Term
-from fedprior.priors.gated import Gated
+from fedprior.priors.gated import LocalGates
 from fedprior.priors.gaussian import squared_distance
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
@@ -22,7 +22,7 @@ from fedprior.weighting import mean
 
 
 @dataclass(frozen=True)
-class GroupLasso(Gated):
+class GroupLasso(LocalGates):
     """A group-lasso penalty of strength λ, which is also the threshold."""
 
     gating: Gating
@@ -68,7 +68,7 @@ class GroupLasso(Gated):
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         gates, floored = self._threshold(local["weights"])
-        return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
+        return {"weights": self.leave(local["weights"], gates, packet), "gates": gates, "floored": floored}
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(server["open"]))

@@ -74,6 +74,6 @@ class Laplace(Prior):
     def downlink(self, server: Tree) -> Layout:
         return dense_layout(server["weights"])
 
-    def uplink(self, server: Tree) -> Layout:
-        shapes = {name: tuple(value.shape) for name, value in server["weights"].items()}
-        return Layout({"weights": Section(shapes, dict)}, shapes, next(iter(server["weights"].values())).dtype)
+    def uplink(self, state: Tree) -> Layout:
+        shapes = {name: tuple(value.shape) for name, value in state["weights"].items()}
+        return Layout({"weights": Section(shapes, dict)}, shapes, next(iter(state["weights"].values())).dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedprior import keys
 from fedprior.errors import SettingError
+from fedprior.keys import Purpose
 from fedprior.priors.base import Explain, Prior, Term
 from fedprior.priors.gaussian import dense_layout, squared_distance
 from fedprior.trees import Params, Tree
@@ -68,10 +69,11 @@ class Mixture(Prior):
         others never learn. So components start near enough that responsibilities are shared.
         """
         weights = {}
+        root = keys.fold(keys.key(0, next(iter(params.values())).device), Purpose.COMPONENTS)
         for i, (name, value) in enumerate(params.items()):
             rows = [value]
             for k in range(1, self.components):
-                key = keys.fold(keys.fold(keys.key(0, value.device), k), i)
+                key = keys.fold(keys.fold(root, k), i)
                 shuffled = value.flatten()[keys.permutation(key, value.numel(), value.numel())].reshape(value.shape)
                 rows.append((1 - self.spread) * value + self.spread * shuffled)
             weights[name] = torch.stack(rows)
@@ -102,5 +104,5 @@ class Mixture(Prior):
     def downlink(self, server: Tree) -> Layout:
         return dense_layout(server["weights"], models=1)
 
-    def uplink(self, server: Tree) -> Layout:
-        return dense_layout({name: value[0] for name, value in server["weights"].items()})
+    def uplink(self, state: Tree) -> Layout:
+        return dense_layout({name: value[0] for name, value in state["weights"].items()})

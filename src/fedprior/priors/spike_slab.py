@@ -23,13 +23,15 @@ from fedprior import kernels
 from fedprior.errors import SettingError
 from fedprior.kernels import concrete
 from fedprior.priors.base import Explain, Term
-from fedprior.priors.gated import Gated, gated_layout, gated_mean, joint_draws
+from fedprior.priors.gated import LocalGates, gated_layout, gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.thresholds import (
     CLOSED,
     NO_THRESHOLD,
+    SMALLEST,
     STRETCH,
     hard_concrete,
+    inverse_softplus,
     logits_and_gates,
     thresholds_for,
     without_threshold,
@@ -37,14 +39,16 @@ from fedprior.priors.thresholds import (
 from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 from fedprior.weighting import mean
-from fedprior.wire import Layout
+from fedprior.wire import Layout, Section
+
+THRESHOLDS = ("stay", "follow")
 
 NEAR = 0.2
 """How near the watershed, as a share of it, is worth a warning."""
 
 
 @dataclass(frozen=True)
-class SpikeSlab(Gated):
+class SpikeSlab(LocalGates):
     """Spike and slab with magnitude thresholds, unit by unit or weight by weight as `gating` says."""
 
     gating: Gating
@@ -64,6 +68,9 @@ class SpikeSlab(Gated):
     """Rounds before there are any thresholds: all gates are open, and norms come to mean something."""
     prune_server: bool = True
     """Drop those gates from the server's state every round, so that they are not sent."""
+    thresholds: str = "stay"
+    """What τ does when the server's optimiser moves ‖w_g‖: `stay`, as Algorithm 1 reads, or `follow`, so that θ
+    changes by the clients' votes alone."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
 
     def __post_init__(self) -> None:
@@ -74,6 +81,8 @@ class SpikeSlab(Gated):
             raise SettingError(f"temperature must be above 0, got {self.temperature}")
         if self.dense_rounds < 0:
             raise SettingError(f"dense_rounds must be at least 0, got {self.dense_rounds}")
+        if self.thresholds not in THRESHOLDS:
+            raise SettingError(f"thresholds must be {' or '.join(THRESHOLDS)}, got {self.thresholds!r}")
         for name in ("theta_start", "prune_below"):
             if not 0 < getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
@@ -122,9 +131,23 @@ class SpikeSlab(Gated):
 
     def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits and probabilities of all gates."""
-        norms = self.gating.detached_norms(state["weights"]) if norms is None else norms
+        norms = self.norms(state["weights"], state) if norms is None else norms
         v = self.gating.join(state["thresholds"])
         return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0)
+
+    def norms(self, weights: Params, state: Tree) -> Tensor:
+        """‖w_g‖ of all groups. Columns that read a pruned unit are gone, but their share of the norm, which nothing can
+        change any more, is not: the `silent` section of a server's state or packet is the norm of what went."""
+        norms = self.gating.magnitudes(weights)
+        return norms if "silent" not in state else torch.hypot(norms, self._silent(state))
+
+    def _silent(self, state: Tree) -> Tensor:
+        """All layers in one vector; nothing ever goes from those that read no gated unit."""
+        if "joint" in state:  # a packet, once received
+            return state["joint"]["silent"]
+        found, like = state["silent"], next(iter(state["weights"].values()))
+        shapes = self.gating.gate_shapes.items()
+        return self.gating.join({layer: found.get(layer, like.new_zeros(shape)) for layer, shape in shapes})
 
     def _thresholds(self, norms: Tensor, logits: Tensor | float) -> Tensor:
         """v such that the gates have these logits."""
@@ -142,7 +165,7 @@ class SpikeSlab(Gated):
         return math.log(self.prune_below / (1 - self.prune_below))
 
     def init(self, params: Params) -> Tree:
-        norms = self.gating.detached_norms(params)
+        norms = self.gating.magnitudes(params)
         if self.dense_rounds == 0:
             return {"weights": params, "thresholds": self.gating.part(self._thresholds(norms, self._start))}
         none = self.gating.part(torch.full_like(norms, NO_THRESHOLD))
@@ -153,13 +176,13 @@ class SpikeSlab(Gated):
         if "age" not in server:
             return server
         age = server["age"]["rounds"] + 1
-        start = self._thresholds(self.gating.detached_norms(server["weights"]), self._start)
+        start = self._thresholds(self.norms(server["weights"], server), self._start)
         v = torch.where(age == self.dense_rounds + 1, start, self.gating.join(server["thresholds"]))
         return {**server, "thresholds": self.gating.part(v), "age": {"rounds": age}}
 
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
-        norms = self.gating.detached_norms(server["weights"])
+        norms = self.norms(server["weights"], server)
         return self._open(self.joint_logits(server, norms), norms)
 
     def _open(self, logits: Tensor, norms: Tensor) -> tuple[Gates, Gates]:
@@ -169,44 +192,52 @@ class SpikeSlab(Gated):
         return self.gating.floor(self.gating.part(likely), self.gating.part(scores))
 
     def prune(self, server: Tree) -> Tree:
-        """w ← I[θ > ε] w, and with a unit the weights that read it.
+        """w ← I[θ > ε] w, and with a unit the weights that read it, which have no effect any more.
 
-        Losing columns shrinks the norm of the groups that read them, by more than T; without a counter-move one closed
-        unit would close the next layer. So v moves along and every surviving θ stays what it was. A gate that only the
-        floor keeps is opened again as at the start: kept but closed it would be dead weight.
+        What the groups that lose columns lose of their norm is kept as one number each (see `norms`). A gate that only
+        the floor keeps is opened again as at the start: kept but closed it would be dead weight.
         """
         server = self._come_of_age(server)
         if not self.prune_server:
             return {**server, "floored": self.open_gates(server)[1]}
         if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
             server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
-        before = self.gating.detached_norms(server["weights"])
-        logits = self.joint_logits(server, before)
-        gates, floored = self._open(logits, before)
+        norms = self.norms(server["weights"], server)
+        logits = self.joint_logits(server, norms)
+        gates, floored = self._open(logits, norms)
+        kept, v = self.gating.join(gates) > 0, self.gating.join(server["thresholds"])
+        v = torch.where(kept & (logits <= self._edge), self._thresholds(norms, self._start), v)
+        pruned = {**server, "thresholds": self.gating.part(v), "floored": floored, "open": gates}
+        return {**pruned, **self._without(server, gates, kept)}
+
+    def _without(self, server: Tree, gates: Gates, kept: Tensor) -> Tree:
+        """The weights that these gates leave, and the norms of what groups that are kept have lost so far."""
         weights = self.gating.prune(server["weights"], gates)
-        after = self.gating.detached_norms(weights)
-        moved = self._thresholds(after, torch.where(logits > self._edge, logits, self._start))
-        # Untouched groups keep v to the last bit.
-        touched = (before != after) | (logits <= self._edge)
-        kept = self.gating.join(gates) > 0
-        v = torch.where(kept & touched, moved, self.gating.join(server["thresholds"]))
-        thresholds = self.gating.part(v)
-        return {**server, "weights": weights, "thresholds": thresholds, "floored": floored, "open": gates}
+        if not self.gating.narrowed:
+            return {"weights": weights}
+        gone = self.gating.magnitudes({name: value - weights[name] for name, value in server["weights"].items()})
+        silent = torch.hypot(gone, self._silent(server)) if "silent" in server else gone
+        return {"weights": weights, "silent": self.gating.part(torch.where(kept, silent, 0.0))}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         if self.prune_server:
             gates = server["open"] if "open" in server else self.open_gates(server)[0]
         else:
             gates = self.gating.all_open(server["weights"])
-        return {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
+        packet = {"weights": server["weights"], "thresholds": server["thresholds"], "gates": gates}
+        return (
+            {**packet, "silent": {layer: server["silent"][layer] for layer in self._narrow}}
+            if self._lasting
+            else packet
+        )
 
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
-        weights = gated_mean(self.gating, assignments, server, weight)
+        weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments["gates"]), assignments, server, weight)
         edge = min(self.theta_start, 1 - self.theta_start)
         means = {layer: mean(gate, weight) for layer, gate in assignments["gates"].items()}
         theta = self.gating.join(means).clamp(edge, 1 - edge)
-        v = self._thresholds(self.gating.detached_norms(weights), (theta / (1 - theta)).log())
+        v = self._thresholds(self.norms(weights, server), (theta / (1 - theta)).log())
         if "age" in server:
             v = torch.where(server["age"]["rounds"] <= self.dense_rounds, self.gating.join(server["thresholds"]), v)
         return {**server, "weights": weights, "thresholds": self.gating.part(v)}
@@ -214,12 +245,8 @@ class SpikeSlab(Gated):
     known_slope = True
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
-        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill.
-
-        A column that was not sent is taken to be the server's, so it adds nothing: z (w − φ_s) is the server's weights
-        there less what was sent.
-        """
-        sent = torch.func.vmap(self.gating.mask)(uploads["gates"])
+        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill."""
+        sent = torch.func.vmap(self.gating.rows)(uploads["gates"])
         weights = {}
         for name, values in uploads["weights"].items():
             w = server["weights"][name]
@@ -231,6 +258,19 @@ class SpikeSlab(Gated):
         if self.dense_rounds > 0:
             thresholds = torch.where(without_threshold(v), 0.0, thresholds)
         return {"weights": weights, "thresholds": self.gating.part(thresholds)}
+
+    def adjust(self, before: Tree, after: Tree) -> Tree:
+        """τ ← τ + ‖w_new‖ − ‖w_old‖ beside the step that the votes made, for the groups that are still there."""
+        if self.thresholds == "stay":
+            return after
+        old, new = self.gating.join(before["thresholds"]), self.gating.join(after["thresholds"])
+        weights, moves = after["weights"], ~without_threshold(old)
+        if "open" in before:  # momentum moves what was pruned as well
+            weights = self.gating.prune(weights, before["open"])
+            moves = moves & (self.gating.join(before["open"]) > 0)
+        further = self.norms(weights, before) - self.norms(before["weights"], before)
+        followed = inverse_softplus((F.softplus(old) + further).clamp(min=SMALLEST)) + (new - old)
+        return {**after, "thresholds": self.gating.part(torch.where(moves, followed, new))}
 
     def predict(self, server: Tree) -> Params:
         weights = self.gating.prune(server["weights"], self.open_gates(server)[0])
@@ -245,11 +285,12 @@ class SpikeSlab(Gated):
         price = self.cross_entropy * logits - self.lambda0 * self.gating.joint_sizes(logits)
         constant = self.cross_entropy * F.softplus(logits).sum()
         is_open = self.gating.join(packet["gates"]) > 0
-        return {**packet, "joint": {"logits": logits, "open": is_open, "price": price, "constant": constant}}
+        joint = {"logits": logits, "open": is_open, "price": price, "constant": constant}
+        return {**packet, "joint": joint | ({"silent": self._silent(packet)} if "silent" in packet else {})}
 
     def expect(self, local: Tree, packet: Tree) -> Tree:
         is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
-        logits, gates = self._logits(local, is_open)
+        logits, gates = self._logits(local, is_open, self.norms(local["weights"], packet))
         joint = {"logits": logits, "gates": gates}
         return {"weights": local["weights"], "gates": self.gating.part(gates), "joint": joint}
 
@@ -268,25 +309,33 @@ class SpikeSlab(Gated):
         draws = joint_draws(self.gating, key, expected["gates"].dtype)
         drawn = (draws < expected["gates"]).to(draws.dtype)
         gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(expected["logits"]))
-        return {"weights": self.gating.prune(local["weights"], gates), "gates": gates, "floored": floored}
-
-    def realise(self, upload: Tree, reference: Tree) -> Params:
-        """What was sent; a column that reads a closed unit was not, has no effect, and is taken to be as it was."""
-        gates, weights = upload["gates"], dict(upload["weights"])
-        own, sent = self.gating.rows(gates), self.gating.mask(gates) if self.gating.narrowed else {}
-        for name in self.gating.narrowed:
-            unsent = own.get(name, 1.0) - sent[name]
-            weights[name] = torch.addcmul(weights[name], unsent, reference["weights"][name])
-        return weights
+        return {"weights": self.leave(local["weights"], gates, packet), "gates": gates, "floored": floored}
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
-        return gated_layout(self.gating, server, thresholds=True)
+        # A logit is (‖w‖ − τ) / T with T = 1e-3: whole numbers are too coarse. One a unit costs next to nothing in
+        # full; one a weight is as many as the weights, and near enough in float16, because τ is then small.
+        few = any(size > 1 for size in self.gating.sizes().values())
+        precision, shapes = "float32" if few else "float16", self.gating.gate_shapes
+        sections = {"thresholds": Section(shapes, dict, precision=precision)}
+        if self._lasting:
+            sections["silent"] = Section({layer: shapes[layer] for layer in self._narrow}, dict, precision=precision)
+        return gated_layout(self.gating, server, self.support, sections)
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether messages say how much of a group's norm is of columns that are gone."""
+        return self.prune_server and bool(self._narrow)
+
+    @property
+    def _narrow(self) -> list[str]:
+        """The layers whose groups can lose columns."""
+        return [layer for layer in self.gating.gate_shapes if self.gating.can_narrow(layer)]
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
         """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
         v = self.gating.join(packet["thresholds"])
-        moved = self._thresholds(self.gating.detached_norms(weights), self.joint_logits(packet))
+        moved = self._thresholds(self.norms(weights, packet), self.joint_logits(packet))
         moves = (self.gating.join(packet["gates"]) > 0) & ~without_threshold(v)
         return {"thresholds": self.gating.part(torch.where(moves, moved, v))}
 

@@ -46,7 +46,12 @@ def without_threshold(v: Tensor) -> Tensor:
 def thresholds_for(norms: Tensor, logits: Tensor | float, temperature: float) -> Tensor:
     """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
     tau = (norms - temperature * logits).clamp(min=SMALLEST)
-    return tau + (-(-tau).expm1()).log()  # the inverse of softplus
+    return inverse_softplus(tau)
+
+
+def inverse_softplus(tau: Tensor) -> Tensor:
+    """v with softplus(v) = τ."""
+    return tau + (-(-tau).expm1()).log()
 
 
 def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:

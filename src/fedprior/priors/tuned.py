@@ -78,6 +78,10 @@ class Tuned(Prior):
         result: Tree = self.of(server).slope(uploads, server, weight)
         return result
 
+    def adjust(self, before: Tree, after: Tree) -> Tree:
+        result: Tree = self.of(before).adjust(before, after)
+        return result
+
     def predict(self, server: Tree) -> Params:
         result: Params = self.of(server).predict(server)
         return result
@@ -117,8 +121,8 @@ class Tuned(Prior):
     def downlink(self, server: Tree) -> Layout:
         return self.prior.downlink(server)
 
-    def uplink(self, server: Tree) -> Layout:
-        return self.prior.uplink(server)
+    def uplink(self, state: Tree) -> Layout:
+        return self.prior.uplink(state)
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
         result: Tree = self.of(packet).follow(packet, weights)
@@ -126,6 +130,9 @@ class Tuned(Prior):
 
     def support(self, gates: Gates) -> Params:
         return self.prior.support(gates)
+
+    def sent(self, gates: Gates, state: Tree) -> Params:
+        return self.prior.sent(gates, state)
 
     def gates(self, state: Tree) -> Gates:
         result: Gates = self.of(state).gates(state)

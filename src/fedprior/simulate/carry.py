@@ -15,13 +15,18 @@ def packet(algorithm: Algorithm, layout: wire.Layout, spoken: Tree) -> tuple[Tre
     return {**spoken, **wire.restore(coded, layout)}, wire.count_bytes(coded, layout)
 
 
-def uploads(said: Tree, coded: Tree, spoken: Tree, layout: wire.Layout) -> tuple[Tree, Tensor]:
+def uploads(algorithm: Algorithm, said: Tree, coded: Tree, spoken: Tree) -> tuple[Tree, Tensor]:
     """[runs, cohort, …]: what the servers hear, and the bytes a run. Everything is in two dimensions of clients but
     `coded`, which is in one; it is empty where nothing is rounded."""
+
+    def size(message: Tree, packet: Tree) -> Tensor:
+        return wire.count_bytes(message, algorithm.uplink(packet))
+
+    def hear(message: Tree, packet: Tree) -> Tree:
+        return wire.restore(message, algorithm.uplink(packet), packet)
+
     if not coded:
-        return said, vmap(vmap(lambda message: wire.count_bytes(message, layout)))(said).sum(1)
+        return said, vmap(vmap(size))(said, spoken).sum(1)
     runs, cohort = next(trees.leaves(said))[1].shape[:2]
     rows = trees.tree_map(lambda leaf: leaf.unflatten(0, (runs, cohort)), coded)
-    sizes = vmap(vmap(lambda message: wire.count_bytes(message, layout)))(rows).sum(1)
-    heard = vmap(vmap(lambda message, packet: wire.restore(message, layout, packet)))(rows, spoken)
-    return {**said, **heard}, sizes
+    return {**said, **vmap(vmap(hear))(rows, spoken)}, vmap(vmap(size))(rows, spoken).sum(1)

@@ -7,7 +7,7 @@ from typing import Any
 from fedprior import storage
 from fedprior.simulate.round import Simulation
 
-FORMAT = "fedprior-checkpoint-1"
+FORMAT = "fedprior-checkpoint-2"
 
 
 def save(path: Path, simulation: Simulation, records: str = "") -> None:

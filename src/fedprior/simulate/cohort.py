@@ -5,17 +5,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedprior import keys, trees
+from fedprior import trees
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm, e_step
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, sums
 from fedprior.network import Network
 from fedprior.simulate import ranks
 from fedprior.simulate.attack import Attack
 from fedprior.simulate.batches import ClientBatches, Schedule
 from fedprior.trees import Tree
-from fedprior.wire import Layout
 from fedprior.workers import Workers
 
 
@@ -42,7 +41,6 @@ class Cohort(NamedTuple):
     memory: Tree
     hostile: Tensor | None
     """Which clients attack; None: there are no attacks."""
-    uplink: Layout
     measures: Measures
 
 
@@ -52,7 +50,7 @@ def in_turn(
     data: FederatedData,
     cohort: Cohort,
     schedule: Schedule,
-    key: Tensor,
+    turn: Turn,
     attack: Attack | None = None,
     rate: float | Tensor = 1.0,
 ) -> CohortResult:
@@ -63,15 +61,14 @@ def in_turn(
     def turn(network: Network, place: int) -> None:
         position = places[place]
         client = cohort.clients[position]
-        client_key = keys.fold(key, client)
-        batches = ClientBatches(data, client, schedule, keys.fold(client_key, Purpose.BATCHES))
+        own = turn.of(client)
+        batches = ClientBatches(data, client, schedule, own.key(Purpose.BATCHES))
         packet, memory = trees.tree_map(trees.channels_last, trees.row((cohort.packets, cohort.memory), position))
         tamper = partial(attack, cohort.hostile[position]) if attack and cohort.hostile is not None else None
-        train = partial(e_step, tamper=tamper, uplink=cohort.uplink, rate=rate)
-        step = train(algorithm, network, packet, batches, client_key, memory)
+        step = e_step(algorithm, network, packet, batches, own, memory, tamper=tamper, rate=rate)
         rows = data.test[client]
         params = {**algorithm.prior.realise(step.upload, packet), **step.own}
-        x, y = data.test_x[rows].to(key.device), data.test_y[rows].to(key.device)
+        x, y = data.test_x[rows].to(turn.root.device), data.test_y[rows].to(turn.root.device)
         stacked.put(place, (*step, sums(network, cohort.measures, params, x, y)))
 
     workers.map(turn, range(len(places)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedprior import keys, trees, wire
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, blank_scores, disagreement, measures
 from fedprior.network import Network
 from fedprior.optimisers import TreeOptimiser
@@ -68,16 +68,16 @@ class Simulation:
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
         start, prior, number = time.perf_counter(), self.algorithm.prior, self.round + 1
-        key = keys.fold(self.root, number)
-        clients = keys.choose(keys.fold(key, Purpose.COHORT), self.data.clients, self.clients_per_round)
+        turn = Turn(self.root, number)
+        clients = keys.choose(turn.key(Purpose.COHORT), self.data.clients, self.clients_per_round)
 
         server = prior.prune(self.server)
         uplink = self.algorithm.uplink(server)
-        spoken, packets, down, kept = self._send_packets(server, clients, key)
+        spoken, packets, down, kept = self._send_packets(server, clients, turn)
         hostile = self.hostile[clients] if self.attack else None
-        chosen = Cohort(clients, packets, self._recall(clients), hostile, uplink, self.measures)
+        chosen = Cohort(clients, packets, self._recall(clients), hostile, self.measures)
         rate = self.rates.at(number)
-        result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, key, self.attack, rate.local)
+        result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, turn, self.attack, rate.local)
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
         uploads, up = self._send_uploads(result, uplink, spoken)
@@ -125,14 +125,14 @@ class Simulation:
         memories: Tree = trees.stack([self.memory.get(client, blank) for client in clients])
         return memories
 
-    def _send_packets(self, server: Tree, clients: list[int], key: Tensor) -> tuple[list[Tree], Tree, int, set[str]]:
+    def _send_packets(self, server: Tree, clients: list[int], turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
         """Broadcast, encode, decode: what was said, where it is rounded; the packets as the clients see them, stacked;
         their bytes; and floored layers."""
         prior, layout = self.algorithm.prior, self.algorithm.downlink(server)
         listeners = clients if prior.per_client else clients[:1]
         spoken, packets, total, kept = [], [], 0, set()
         for client in listeners:
-            said = self.algorithm.broadcast(server, keys.fold(keys.fold(key, Purpose.BROADCAST), client))
+            said = self.algorithm.broadcast(server, turn.of(client).key(Purpose.BROADCAST))
             coded, size = self._through_wire(self.algorithm.pack(said, layout), layout)
             spoken.append(said if self.algorithm.wire.rounds else {})
             packets.append(wire.restore(coded, layout))

@@ -26,8 +26,8 @@ class Inputs(NamedTuple):
 
     clients: Tensor
     """[runs, cohort], each run's own numbering."""
-    key: Tensor
-    """[runs]: the key of the round."""
+    round: Tensor
+    """[runs]: its number."""
     memory: Tree
     """[runs · cohort, …]: what the correction remembers."""
     rates: Params

@@ -17,7 +17,7 @@ from torch.func import vmap
 from fedprior import keys, trees
 from fedprior.em import Algorithm, EStep, e_step, m_step
 from fedprior.errors import DivergedError
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.metrics import each
 from fedprior.optimisers import TreeOptimiser
 from fedprior.priors.tuned import tuned
@@ -54,6 +54,7 @@ class Together:
         self.server: Tree = trees.stack([sim.server for sim in simulations]) | settings
         self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
         self.roots = [keys.key(sim.seed) for sim in simulations]
+        self.root = to_device(torch.stack(self.roots), self.device)
         shards = [(sim.data.train, sim.data.test) for sim in simulations]
         self.train, self.test = (Index.of(list(part), self.device) for part in zip(*shards, strict=True))
         counts = [sim.data.clients for sim in simulations]
@@ -62,7 +63,7 @@ class Together:
         self.weighs = first.weighting == "examples" and any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
         self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
         self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
-        self.layouts = first.algorithm.downlink(first.server), first.algorithm.uplink(first.server)
+        self.downlink = first.algorithm.downlink(first.server)
         self.rate = Rate()
         self.seen: set[Shape] = set()
         self.graphs: dict[Shape, Captured] = {}
@@ -113,10 +114,9 @@ class Together:
 
     def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
         """Choose the cohorts, on the host."""
-        round_keys = [keys.fold(root, number) for root in self.roots]
         clients = [
-            keys.choose(keys.fold(key, Purpose.COHORT), run.data.clients, self.cohort)
-            for key, run in zip(round_keys, self.runs, strict=True)
+            keys.choose(Turn(root, number).key(Purpose.COHORT), run.data.clients, self.cohort)
+            for root, run in zip(self.roots, self.runs, strict=True)
         ]
         pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
         plan = Plan.of([data.train.size(client) for data, client in pairs], self.runs[0].schedule)
@@ -128,14 +128,14 @@ class Together:
             for client in chosen
         ]
         memory = trees.stack(remembered) if self.blank else {}
-        chosen, key = torch.tensor(clients), torch.stack(round_keys)
+        chosen, numbers = torch.tensor(clients), torch.full((len(clients),), number)
         mine = [pairs[place] for place in ranks.share(len(pairs))]
         examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
         self.rate = self.runs[0].rates.at(number)
         # In a graph the rates are numbers that are read at each replay.
         fixed = self.runs[0].rates.constant or not self.capture
         rates = {} if fixed else {k: to_device(torch.tensor(v), self.device) for k, v in self.rate._asdict().items()}
-        inputs = Inputs(to_device(chosen, self.device), to_device(key, self.device), memory, rates, examples)
+        inputs = Inputs(to_device(chosen, self.device), to_device(numbers, self.device), memory, rates, examples)
         return clients, shape, inputs
 
     def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
@@ -155,20 +155,19 @@ class Together:
         server = vmap(prior.prune)(self.server)
         spoken, packets, down, floored = self._packets(server, inputs)
         flat = (inputs.clients + self.base).flatten()
-        client_keys = keys.fold(inputs.key[:, None], inputs.clients).flatten()
         everyone = number * self.cohort
-        flat, client_keys, own, memory = ranks.own((flat, client_keys, packets, inputs.memory), everyone)
-        order = keys.fold(client_keys, Purpose.BATCHES)
+        flat, turn, own, memory = ranks.own((flat, tuple(self._turns(inputs)), packets, inputs.memory), everyone)
+        turn = Turn(*turn)
         examples = self._examples("train", inputs, flat)
-        batches = CohortBatches(*examples, first.schedule, shape.plan, order)
+        batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         rate = Rate(**inputs.rates) if inputs.rates else self.rate
-        train = partial(e_step, vectorised=True, tamper=tamper, uplink=self.layouts[1], rate=rate.local)
-        step = train(algorithm, first.network, own, batches, client_keys, memory)
+        train = partial(e_step, vectorised=True, tamper=tamper, rate=rate.local)
+        step = train(algorithm, first.network, own, batches, turn, memory)
         scores = self._scores(step, own, *self._examples("test", inputs, flat), shape.tests)
         step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
-        uploads, up = carry.uploads(uploads, step.coded, spoken, self.layouts[1])
+        uploads, up = carry.uploads(algorithm, uploads, step.coded, spoken)
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = finite(uploads, 2) & loss.isfinite()
         fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
@@ -186,18 +185,23 @@ class Together:
         )
         return Outputs(numbers, step.memory)
 
+    def _turns(self, inputs: Inputs) -> Turn:
+        """[runs · cohort]: whose draws each client's are."""
+        everyone = self.root.repeat_interleave(self.cohort), inputs.round.repeat_interleave(self.cohort)
+        return Turn(*everyone, inputs.clients.flatten())
+
     def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tree, Tensor, Tensor]:
         """What the runs say [runs, cohort, …], what each client receives [runs · cohort, …], the bytes a run sends, and
         which layers were floored."""
-        algorithm, pack = self.algorithm, partial(carry.packet, self.algorithm, self.layouts[0])
-        key = keys.fold(inputs.key, Purpose.BROADCAST)
+        algorithm, pack = self.algorithm, partial(carry.packet, self.algorithm, self.downlink)
+        key = self._turns(inputs).key(Purpose.BROADCAST).unflatten(0, (-1, self.cohort))
         if algorithm.prior.per_client:
             to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
-            spoken = to_clients(server, keys.fold(key[:, None], inputs.clients))
+            spoken = to_clients(server, key)
             heard, sizes = vmap(vmap(pack))(spoken)
             down, flags = sizes.sum(1), floor_flags(spoken, 2)
         else:
-            once = vmap(algorithm.broadcast)(server, keys.fold(key, inputs.clients[:, 0]))
+            once = vmap(algorithm.broadcast)(server, key[:, 0])
             received, sizes = vmap(pack)(once)
             down, flags = sizes * self.cohort, floor_flags(once, 1)
             # One packet for all: with a single run every client reads the same memory.

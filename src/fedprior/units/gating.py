@@ -46,8 +46,8 @@ class Gating(ABC):
         """How much a group has to say; unlike its norm, the same when a network is rescaled without effect."""
         return self.norms(params)
 
-    def detached_norms(self, params: Params) -> Tensor:
-        """`joint_norms` without a gradient, which may then be faster."""
+    def magnitudes(self, params: Params) -> Tensor:
+        """‖w_g‖₂ of each group's weights alone, without its bias and its norm's affine pair; without a gradient."""
         return self.joint_norms({name: value.detach() for name, value in params.items()})
 
     def join(self, gates: Gates) -> Tensor:
@@ -71,6 +71,10 @@ class Gating(ABC):
 
     def _count(self, layer: str) -> int:
         return torch.Size(self.gate_shapes[layer]).numel()
+
+    def can_narrow(self, layer: str) -> bool:
+        """Whether other layers' gates can take something away from the groups of this one."""
+        return False
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:

@@ -35,10 +35,11 @@ class UnitGating(Gating):
                 return None
         return tuple(gate_kernels.Gated(layer.size, len(layer.parameters)) for layer in structure.layers) or None
 
-    def detached_norms(self, params: Params) -> Tensor:
+    def magnitudes(self, params: Params) -> Tensor:
         if self.fused and kernels.usable(next(iter(params.values()))):
-            return gate_kernels.norms(self.fused, [params[name] for name in self._owned()])
-        return super().detached_norms(params)
+            weights = [params[layer.parameters[0]] for layer in self.structure.layers]
+            return gate_kernels.norms(tuple(layer._replace(tensors=1) for layer in self.fused), weights)
+        return torch.cat([self._part_norms(layer, 0, params) for layer in self.structure.layers]).detach()
 
     def scale(self, params: Params, joint: Tensor) -> Params:
         if self.fused and kernels.usable(joint):
@@ -90,6 +91,9 @@ class UnitGating(Gating):
                     heard[source] = heard.get(source, 0.0) + read
         norms = self.norms(params)
         return {layer: norm * heard[layer].sqrt() if layer in heard else norm for layer, norm in norms.items()}
+
+    def can_narrow(self, layer: str) -> bool:
+        return any(found.name == layer and found.parameters[0] in self.narrowed for found in self.structure.layers)
 
     def sizes(self) -> dict[str, int]:
         return {
