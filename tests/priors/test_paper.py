@@ -168,7 +168,7 @@ def test_fedsparse_is_the_papers_two_algorithms(small_task, by_unit, server, thr
         server_threshold_optimiser=f"Adamax(lr={twin.server_lr})",
     )
     rounds = 6
-    result = fedprior.run(task, algorithm, rounds=rounds, seed=0, mode=mode, evaluate_every=1, batch_size=4)
+    result = fedprior.run(task, algorithm, rounds=rounds, seed=0, mode=mode, evaluate_every=1, weighting="equal")
     for number in range(1, rounds + 1):
         twin.round(number, 3)
     assert not any("floored" in record for record in result.records)
