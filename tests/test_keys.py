@@ -106,9 +106,9 @@ def test_no_key_is_drawn_from_twice_in_a_run(monkeypatch, small_task, name, sett
         drawn.append(int(key))
         return original(key, count)
 
-    monkeypatch.setattr(keys, "bits", recorded)
     task = small_task(dropout=0.3, epochs=2)
     algorithm = fedprior.algorithm(name, task.network, **settings)
+    monkeypatch.setattr(keys, "bits", recorded)
     fedprior.run(task, algorithm, rounds=9, wire="int8/int4", attack="constant", attackers=0.4, workers=1)
     assert len(drawn) > 300
     assert len(set(drawn)) == len(drawn) - again

@@ -58,7 +58,7 @@ def in_turn(
     places = ranks.share(len(cohort.clients))
     stacked = trees.Stack(len(places))
 
-    def turn(network: Network, place: int) -> None:
+    def train(network: Network, place: int) -> None:
         position = places[place]
         client = cohort.clients[position]
         own = turn.of(client)
@@ -71,5 +71,5 @@ def in_turn(
         x, y = data.test_x[rows].to(turn.root.device), data.test_y[rows].to(turn.root.device)
         stacked.put(place, (*step, sums(network, cohort.measures, params, x, y)))
 
-    workers.map(turn, range(len(places)))
+    workers.map(train, range(len(places)))
     return CohortResult(*ranks.gather(stacked.rows, len(cohort.clients)))
