@@ -332,6 +332,23 @@ def test_resume_goes_on_and_prints_the_table(shell, tmp_path):
     assert table(out)["fedavg"] == cells(json.loads((tmp_path / "run" / "summary.json").read_text()))
 
 
+def test_resume_with_more_rounds_and_a_run_that_stops_early(shell, tmp_path):
+    shell("run", "tiny", "--out", "mine", "--rounds", 2)
+    code, out, err = shell("resume", "mine", "--rounds", 4)
+    assert (code, err) == (0, "")
+    assert "tiny, 4 rounds" in out
+    code, out, err = shell("resume", "mine", "--rounds", 3)
+    assert (code, out) == (2, "")
+    assert err == "error: mine has 4 rounds already: --rounds must be at least that, got 3\n"
+    early = ("--set", "patience=1", "--set", "keep=best", "--set", "by=-sparsity", "--set", "evaluate_every=1")
+    code, _, err = shell("run", "tiny", "--out", "early", "--rounds", 9, *early)
+    assert (code, err) == (0, "")
+    summary = json.loads((tmp_path / "early" / "summary.json").read_text())
+    assert summary["stopped"] == "no better sparsity in 1 evaluations"
+    assert (summary["rounds"], summary["best_round"]) == (2, 1)
+    assert (tmp_path / "early" / "best.safetensors").exists()
+
+
 def test_set_reaches_every_option_that_has_a_flag(shell, tmp_path):
     shell("run", "tiny", "--out", "flags", "--seed", 3, "--rounds", 2, "--clients-per-round", 2, "--device", "cpu")
     given = [f"--set={pair}" for pair in ("seed=3", "rounds=2", "clients_per_round=2", "device=cpu")]

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from fedprior.optimisers import Optimiser
     from fedprior.priors import Prior
     from fedprior.runs import resume, run
-    from fedprior.simulate import Result
+    from fedprior.simulate import STOP, Result
     from fedprior.tasks import TASKS, Task, own_task, task
 
 __all__ = [
     "ALGORITHMS",
+    "STOP",
     "TASKS",
     "Algorithm",
     "DataError",
@@ -60,7 +61,7 @@ _HOMES = {
     "optimisers": ("Optimiser",),
     "priors": ("Prior",),
     "runs": ("resume", "run"),
-    "simulate": ("Result",),
+    "simulate": ("STOP", "Result"),
     "tasks": ("TASKS", "Task", "own_task", "task"),
 }
 """Which module has what. They import torch, which takes seconds, and are imported when first asked for."""

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def run(
     """Train. `settings` are those of the run (rounds, seed, batch_size, …); defaults are the task's.
 
     Give the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out` the run is
-    kept in that folder and can be resumed.
+    kept in that folder and can be resumed. `progress` is told of every round, and ends the run by returning STOP.
     """
     if isinstance(task, str):
         task = named_task(task, seed=run_settings(settings).seed)
@@ -105,7 +105,9 @@ def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Setti
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
     kept = folder if ranks.first() else None
-    return Job(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+    job = Job(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+    job.look_back()
+    return job
 
 
 def check_data(folder: RunFolder, task: Task) -> str:
@@ -121,13 +123,28 @@ def check_data(folder: RunFolder, task: Task) -> str:
 
 
 def resume(
-    path: Path | str, *, task: Task | None = None, algorithm: Algorithm | None = None, progress: Progress | None = None
+    path: Path | str,
+    *,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    rounds: int | None = None,
+    progress: Progress | None = None,
 ) -> Result:
-    """Go on where a run was stopped. A task or algorithm of your own cannot be read from its config: pass it again."""
+    """Go on where a run was stopped, or beyond its end to so many `rounds` in all.
+
+    A task or algorithm of your own cannot be read from its config: pass it again.
+    """
     folder = RunFolder(Path(path))
-    _, _, task, algorithm = rebuild(folder, task, algorithm)
+    _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
-        job = _reopen(folder, task, algorithm)
+        if rounds is not None:
+            done = len(folder.records())
+            if rounds < max(done, 1):
+                raise RunError(f"{folder.path} has {done} rounds already: --rounds must be at least that, got {rounds}")
+            settings = replace(settings, rounds=rounds)
+        job = _reopen(folder, task, algorithm, settings)
+        if rounds is not None and ranks.first():
+            folder.extend(rounds)
         job.progress = progress
         return _one(drive([job]))
 

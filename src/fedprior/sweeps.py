@@ -89,9 +89,12 @@ def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
 
 
 def _drive(jobs: list[Job]) -> list[Outcome]:
-    """Together where the mode allows it, those that are equally far; else one after the other."""
+    """Together where the mode allows it, those that are equally far; else one after the other.
+
+    Each for itself as well where it may stop before the others.
+    """
     settings, first = jobs[0].settings, jobs[0].simulation
-    in_turn = mode_of(settings.mode, settings.messages, first) == "in-turn"
+    in_turn = settings.patience is not None or mode_of(settings.mode, settings.messages, first) == "in-turn"
     groups: dict[int, list[int]] = {}
     for place, job in enumerate(jobs):
         groups.setdefault(place if in_turn else job.simulation.round, []).append(place)

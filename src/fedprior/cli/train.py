@@ -153,8 +153,11 @@ def sweep_command(
     conclude(summaries, chosen)
 
 
-def resume_command(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Go on where a run was stopped."""
+def resume_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    rounds: Annotated[int | None, typer.Option(help="Go on to so many rounds in all.")] = None,
+) -> None:
+    """Go on where a run was stopped, or with more rounds."""
     from fedprior import runs
     from fedprior.progress import RunProgress
     from fedprior.report import summary_table
@@ -162,9 +165,9 @@ def resume_command(run: Annotated[Path, typer.Argument(help="A run's folder.")])
 
     folder = RunFolder(run)
     about, settings, _, _ = runs.read_config(folder)
-    with RunProgress(console, about["label"], settings.rounds) as progress:
+    with RunProgress(console, about["label"], rounds or settings.rounds) as progress:
         progress.catch_up(folder.records())
-        result = runs.resume(run, progress=progress)
+        result = runs.resume(run, rounds=rounds, progress=progress)
     console.print(summary_table([result.summary]))
 
 

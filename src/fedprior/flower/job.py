@@ -26,7 +26,10 @@ from fedprior.tasks.base import check_metrics
 from fedprior.version import __version__
 from fedprior.weighting import check_takes_weight
 
-SIMULATOR_ONLY = ("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every")
+SIMULATOR_ONLY = (
+    *("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every"),
+    *("patience", "keep", "by"),
+)
 MAY_CHANGE = ("rounds", "evaluate_every", "device")
 """Settings that a resumed run may have otherwise than before."""
 

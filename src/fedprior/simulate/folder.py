@@ -26,6 +26,7 @@ class RunFolder:
         self.rounds = path / "rounds.jsonl"
         self.summary = path / "summary.json"
         self.model = path / "model.safetensors"
+        self.best = path / "best.safetensors"
         self.times = path / "times.jsonl"
         self.checkpoint = path / "checkpoint.safetensors"
         self.partition = path / "partition.json"
@@ -72,6 +73,11 @@ class RunFolder:
         if config["run"].get("wire") in ("auto", "encode", "count"):  # `messages`, before `wire` was a precision
             config["run"] |= {"messages": config["run"]["wire"], "wire": "float32"}
         return config
+
+    def extend(self, rounds: int) -> None:
+        """Have another number of rounds in the config."""
+        config = self.read_config()
+        write_atomically(self.config, to_toml({**config, "run": {**config["run"], "rounds": rounds}}))
 
     def reopen(self) -> None:
         """Forget how the run ended before: it has more rounds now, or diverged with other settings."""

@@ -18,21 +18,22 @@ from fedprior.files import write_atomically
 from fedprior.models import check_trainable
 from fedprior.network import Network
 from fedprior.schedules import Rates
-from fedprior.simulate import checkpoint, ranks
+from fedprior.simulate import checkpoint, early, ranks
 from fedprior.simulate.arithmetic import KINDS
 from fedprior.simulate.attack import ATTACKS
 from fedprior.simulate.batches import Schedule
-from fedprior.simulate.engine import MODES, engine, mode_of
+from fedprior.simulate.engine import MODES, Engine, engine, mode_of
 from fedprior.simulate.folder import Record, RunFolder, checksum
 from fedprior.simulate.round import Simulation, simulation
-from fedprior.simulate.server import final_model, learned, totals
+from fedprior.simulate.server import final_model, learned, totals, with_values
+from fedprior.storage import from_bytes, reading, to_bytes
 from fedprior.version import __version__
 from fedprior.weighting import KINDS as WEIGHTINGS
 from fedprior.weighting import check_takes_weight
 from fedprior.wire import Wire
 
-Progress = Callable[[Record], None]
-"""Called after every round with its record."""
+Progress = Callable[[Record], object]
+"""Called after every round with its record; the run ends there if it returns STOP."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ class Settings:
     `running` averages."""
     statistics_momentum: float = 1.0
     """How much of a round's statistics the server takes over."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better one; none: never."""
+    keep: str = "last"
+    """`best`: keep the model of the best evaluation as well."""
+    by: str = "auto"
+    """What an evaluation is better by: a field of the records, `-NAME` if less is better; auto: global_accuracy, or
+    global_loss where there is none."""
     attack: str = "none"
     """What hostile clients do: sign-flip, scale or constant."""
     attackers: float = 0.0
@@ -90,7 +98,9 @@ class Settings:
         for name in ("rounds", "clients_per_round", "batch_size", "epochs", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("local_steps", "checkpoint_every", "workers"):
+        if self.keep not in ("last", "best"):
+            raise SettingError(f"keep must be last or best, got {self.keep!r}")
+        for name in ("local_steps", "checkpoint_every", "workers", "patience"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SettingError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mode not in ("auto", *MODES):
@@ -167,6 +177,8 @@ class Result:
     path: Path | None
     scale: Scale | None = None
     """How images became inputs, for a task on images."""
+    best: nn.Module | None = None
+    """With keep=best, the model of the best evaluation."""
 
     def __repr__(self) -> str:
         header, *cells = self._shown()
@@ -248,6 +260,10 @@ class Job:
     scale: Scale | None = None
     clock: float = 0.0
     """The simulation's seconds when the last record was made."""
+    best: nn.Module | None = None
+    """The model of the best evaluation of this session, where it is kept."""
+    stopped: str = ""
+    """Why there are no more rounds, where it is not that all are done."""
 
     def note(self, record: Record) -> None:
         """Keep a round's record."""
@@ -256,6 +272,29 @@ class Job:
             self.folder.append(record)
             self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
         self.clock = self.simulation.seconds
+        self.look_back()
+
+    def look_back(self) -> None:
+        """Keep the model if it is the best so far, and see whether there has been none for long."""
+        settings = self.settings
+        found = early.best(self.records, settings.by) if settings.keep == "best" or settings.patience else None
+        if found and settings.keep == "best" and found.round == self.simulation.round:
+            self.best = self._model()
+            if self.folder:
+                write_atomically(self.folder.best, to_bytes(learned(self.best)))
+        if found and settings.patience and found.since >= settings.patience:
+            self.stopped = f"no better {found.name} in {settings.patience} evaluations"
+
+    def _model(self) -> nn.Module:
+        sim = self.simulation
+        return final_model(sim.algorithm, sim.server, sim.network.module, sim.measures.class_dim)
+
+    def _best(self) -> nn.Module | None:
+        """The best model, which an earlier session may have kept."""
+        if self.best is not None or self.folder is None:
+            return self.best
+        with reading(self.folder.best):
+            return with_values(self._model(), from_bytes(self.folder.best.read_bytes()))
 
     def save(self) -> None:
         """Keep the state; the records must be those that led to it."""
@@ -269,13 +308,18 @@ class Job:
 
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
-        sim = self.simulation
-        module = final_model(sim.algorithm, sim.server, sim.network.module, sim.measures.class_dim)
-        summary = summarise(self.simulation, self.records, {**self.about, "mode": mode})
+        module = self._model()
+        unfinished = self.stopped and self.simulation.round < self.settings.rounds
+        about = {**self.about, "mode": mode, **({"stopped": self.stopped} if unfinished else {})}
+        found = early.best(self.records, self.settings.by) if self.settings.keep == "best" else None
+        best = self._best() if found else None
+        if found:
+            about |= {"best_round": found.round, f"best_{found.name}": found.value}
+        summary = summarise(self.simulation, self.records, about)
         if self.folder:
             self.folder.finish(summary, learned(module))
         path = self.folder.path if self.folder else None
-        return Result(self.records, summary, module, self.simulation, path, self.scale)
+        return Result(self.records, summary, module, self.simulation, path, self.scale, best)
 
 
 def drive(jobs: list[Job]) -> list[Result | DivergedError]:
@@ -284,12 +328,12 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
     mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
     driver = engine([job.simulation for job in jobs], mode)
     for job in jobs:
-        if job.folder and job.simulation.round < settings.rounds:
+        if job.folder and job.simulation.round < settings.rounds and not job.stopped:
             job.folder.reopen()
     ended: dict[int, DivergedError] = {}
     saved = time.monotonic()
     number = jobs[0].simulation.round
-    while number < settings.rounds and len(ended) < len(jobs):
+    while number < settings.rounds and len(ended) < len(jobs) and not jobs[0].stopped:
         number += 1
         outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
         running, failed = [place for place in range(len(jobs)) if place not in ended], {}
@@ -299,19 +343,27 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
                 failed[place] = outcome
             else:
                 jobs[place].note(outcome)
-        if failed or number == settings.rounds or _due(settings, number, saved):
+        if failed or number == settings.rounds or jobs[0].stopped or _due(settings, number, saved):
             driver.sync()
             for place in running:
                 jobs[place].save()
             saved = time.monotonic()
         for place in running:
             job = jobs[place]
-            if job.progress and place not in failed:
-                job.progress(job.records[-1])
+            if job.progress and place not in failed and job.progress(job.records[-1]) is early.STOP:
+                _stop(driver, [jobs[place] for place in running])
         for place, error in failed.items():
             jobs[place].fail(error)
         ended |= failed
     return [ended.get(place) or job.finish(mode) for place, job in enumerate(jobs)]
+
+
+def _stop(driver: Engine, jobs: list[Job]) -> None:
+    """Let this have been the last round."""
+    driver.sync()
+    for job in jobs:
+        job.stopped = job.stopped or "by its callback"
+        job.save()
 
 
 def _due(settings: Settings, number: int, saved: float) -> bool:
