@@ -17,6 +17,7 @@ from fedprior.compact.predict import describe, outputs, predict, reader
 from fedprior.data.images import Scale
 from fedprior.errors import DataError, FedpriorWarning, ModelError, RunError
 from fedprior.models import Ensemble, LeNet5, ResNet20
+from fedprior.storage import to_bytes
 from fedprior.units import UnitGating, find_structure
 
 # Runs where nothing of fedprior can be imported.
@@ -76,6 +77,16 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)) * self.scale + self.shift
+
+
+def test_files_that_are_wrong_are_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(tensors: dict[str, Tensor]) -> bytes:
+        return to_bytes({name: value + 1e-3 for name, value in tensors.items()})
+
+    monkeypatch.setattr("fedprior.compact.write.to_bytes", damaged)
+    with pytest.raises(ModelError, match=r"model\.py is wrong: its outputs differ from the network's by"):
+        export_module(nn.Linear(3, 2), torch.rand(2, 3), tmp_path / "out", about={}, with_onnx=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_use_and_a_network_that_is_no_code_leave_nothing(tmp_path: Path) -> None:
@@ -207,6 +218,10 @@ def test_colours_may_come_first_or_last() -> None:
         expected = (images[..., channel] / 255 - mean) / deviation
         np.testing.assert_allclose(found[:, channel].numpy(), expected, atol=1e-6)
     assert torch.equal(read.array(np.moveaxis(images, -1, 1), Path("x.npy")), found)
+    with pytest.raises(DataError, match="whole numbers from -1 to -1; pixels run from 0 to 255"):
+        read.array(np.full((1, 4, 5, 3), -1), Path("x.npy"))
+    with pytest.raises(DataError, match=r"numbers from 0 to 255, but this network's inputs run from -1 to 1; give"):
+        read.array(np.linspace(0, 255, 60).reshape(1, 4, 5, 3), Path("x.npy"))
     inputs = found.numpy()
     assert torch.equal(read.array(inputs, Path("x.npy")), found), "real numbers are inputs as they are"
     assert torch.equal(read.array(np.moveaxis(inputs, 1, -1), Path("x.npy")), found)
