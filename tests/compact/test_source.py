@@ -279,6 +279,19 @@ def test_a_layer_with_a_shared_weight_keeps_its_units_and_others_lose_theirs() -
     torch.testing.assert_close(small.module(x), module(x))
 
 
+def test_a_shared_weight_keeps_columns_that_nothing_is_read_through() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    module, x = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(8, 2)), torch.rand(4, 8)
+    with torch.no_grad():
+        first.weight[:, 2:] = 0
+    small = compact(module.eval(), x[0])
+    assert small.units == {}
+    assert small.module.get_parameter("0.weight") is small.module.get_submodule("2").weight
+    torch.testing.assert_close(small.module(x), module(x))
+
+
 # ---------------------------------------------------------------------- single layers
 
 
@@ -304,6 +317,11 @@ def test_a_layer_is_written_with_what_is_not_default(module: nn.Module, text: st
     assert construction(module) == text
 
 
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+    return module
+
+
 def changed(module: nn.Module, **attributes: Any) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -319,8 +337,9 @@ def changed(module: nn.Module, **attributes: Any) -> nn.Module:
         changed(nn.TransformerEncoderLayer(8, 2), norm1=nn.RMSNorm(8)),
         changed(nn.TransformerEncoderLayer(8, 2), activation=lambda x: x),
         nn.Sequential(nn.Linear(3, 4)),
+        hooked(nn.Linear(3, 4)),
     ],
-    ids=["forward", "shape", "more", "other", "own", "container"],
+    ids=["forward", "shape", "more", "other", "own", "container", "hooked"],
 )
 def test_a_layer_that_was_changed_is_not_taken_for_torchs(module: nn.Module) -> None:
     with pytest.raises(ModelError, match="cannot be written as code"):
