@@ -14,7 +14,7 @@ from fedprior.version import __version__
 
 if TYPE_CHECKING:
     from fedprior.algorithms import ALGORITHMS, algorithm
-    from fedprior.data import FederatedData
+    from fedprior.data import PARTITIONS, FederatedData, clients_from, divide
     from fedprior.deploy import evaluate, export
     from fedprior.em import Algorithm
     from fedprior.network import Network
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "PARTITIONS",
     "STOP",
     "TASKS",
     "Algorithm",
@@ -44,6 +45,8 @@ __all__ = [
     "WireError",
     "__version__",
     "algorithm",
+    "clients_from",
+    "divide",
     "evaluate",
     "export",
     "own_task",
@@ -54,7 +57,7 @@ __all__ = [
 
 _HOMES = {
     "algorithms": ("ALGORITHMS", "algorithm"),
-    "data": ("FederatedData",),
+    "data": ("PARTITIONS", "FederatedData", "clients_from", "divide"),
     "deploy": ("evaluate", "export"),
     "em": ("Algorithm",),
     "network": ("Network",),

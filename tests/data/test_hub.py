@@ -281,6 +281,19 @@ def test_columns_do_not_share_a_cache(tmp_path: Path) -> None:
     assert sizes.data.y.tolist() == [i % 2 for i in range(60)]
 
 
+@pytest.mark.parametrize("name", ["iid", "shards", "classes", "quantity", "column"])
+def test_any_set_is_divided_as_the_partition_says(tmp_path: Path, name: str) -> None:
+    root = str(garments(tmp_path, shop=[i % 5 for i in range(60)]))
+    more = {"column": "shop"} if name == "column" else {"alpha": 0.3}
+    task = fedprior.task("hub", data_dir=root, **{**OPTIONS, "partition": name, **more})
+    assert task.data.clients == (5 if name == "column" else 4)
+    assert sum(task.data.train.sizes) == 60
+    if name == "column":
+        assert [rows % 5 for rows in task.data.train[2].tolist()] == [2] * 12
+        assert [rows % 5 for rows in task.data.test[2].tolist()] == [2] * 4
+    assert task.options["partition"] == name
+
+
 def test_images_are_scaled_and_get_colour_where_others_have_it(tmp_path: Path) -> None:
     root = str(garments(tmp_path, sides=(28, 40), colour=("train",)))
     with pytest.raises(DataError, match=r"differ in size \(28×28 to 40×40\); scale them: --set side="):
@@ -305,6 +318,8 @@ def test_images_are_scaled_and_get_colour_where_others_have_it(tmp_path: Path) -
         ({"side": 12}, "lenet5 needs square images of at least 16 pixels a side, got 12×12"),
         ({"side": -1}, "side must be at least 0"),
         ({"clients": 70}, "70 clients cannot share 60"),
+        ({"partition": "dirichlets"}, "unknown partition 'dirichlets'; did you mean 'dirichlet'"),
+        ({"partition": "column"}, "partition=column and column=NAME"),
     ],
 )
 def test_what_does_not_fit_is_one_line_that_says_what_to_do(

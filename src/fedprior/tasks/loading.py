@@ -18,11 +18,11 @@ def load(
     """Training and test images and, where there are any, their coarse labels. Kept, so that runs share one copy."""
     arrays = hub.load(hub.SOURCES[repository], data_dir)
     images, (kept, rows) = split(arrays, validation, pixels)
-    coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", _tested(validation))]
+    coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", tested(validation))]
     return images, (coarse[0][kept], coarse[1][rows])
 
 
-def _tested(validation: bool) -> str:
+def tested(validation: bool) -> str:
     """The split that stands in as the test set."""
     return "train" if validation else "test"
 
@@ -31,8 +31,9 @@ def hold_out(arrays: hub.Arrays) -> hub.Arrays:
     """A tenth of the training set as the test set, for a data set without one; always the same tenth."""
     order = np.random.RandomState(0).permutation(len(arrays["train_label"]))
     held = max(round(HELD_OUT * len(order)), 1)
+    names = [name.removeprefix("train_") for name in arrays if name.startswith("train_")]
     rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
-    return {f"{part}_{name}": arrays[f"train_{name}"][rows[part]] for part in rows for name in ("image", "label")}
+    return {f"{part}_{name}": arrays[f"train_{name}"][rows[part]] for part in rows for name in names}
 
 
 def split(
@@ -43,7 +44,7 @@ def split(
     order = np.random.RandomState(0).permutation(count) if validation else np.arange(count)
     held = round(HELD_OUT * count) if validation else 0
     kept, other = np.sort(order[held:]), np.sort(order[:held])
-    test = _tested(validation)
+    test = tested(validation)
     rows = other if validation else np.arange(len(arrays["test_label"]))
     x, test_x, scale = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows], pixels)
     labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))

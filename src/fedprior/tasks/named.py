@@ -19,11 +19,13 @@ from fedprior.data.embedded import mnist_mini as embedded_digits
 from fedprior.data.federated import Shards
 from fedprior.data.images import Images, check_pixels, numbered_labels
 from fedprior.data.partition import Parts
+from fedprior.data.schemes import PARTITIONS, divide
 from fedprior.errors import SettingError
 from fedprior.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
 from fedprior.network import Network
+from fedprior.settings import nearest
 from fedprior.tasks.base import Task
-from fedprior.tasks.loading import hold_out, load, load_femnist, split
+from fedprior.tasks.loading import hold_out, load, load_femnist, split, tested
 
 # The paper's server optimiser, for every method that it compares.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
@@ -199,29 +201,49 @@ def hub_images(
     subset: str = "",
     side: int = 0,
     model: str = "lenet5",
+    partition: str = "dirichlet",
     clients: int = 100,
     alpha: float = 1.0,
+    shards: int = 2,
+    column: str = "",
     init: str = "default",
     data_dir: str = "",
     validation: bool = False,
     pixels: str = "standard",
     partition_seed: int | None = None,
 ) -> Task:
-    """Any set of labelled images of the Hugging Face Hub, by name and columns, divided by Dirichlet(α)."""
+    """Any set of labelled images of the Hugging Face Hub, by name and columns, divided as `partition` says."""
     options = _options(locals())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
         raise SettingError(f"name a set of the Hub, as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}")
     if side < 0:
         raise SettingError(f"side must be at least 0, got {side}")
+    if partition not in PARTITIONS:
+        raise nearest(partition, PARTITIONS, "partition")
+    if (partition == "column") != bool(column):
+        raise SettingError("partition=column and column=NAME, the column of users, need each other")
     splits = (train,) if test == "none" else (train, test)
-    arrays = hub.load(hub.Source(dataset, image, {"label": label}, splits, subset, side), data_dir)
+    columns = {"label": label} | ({"owner": column} if column else {})
+    arrays = hub.load(hub.Source(dataset, image, columns, splits, subset, side), data_dir)
     arrays = numbered_labels(arrays, dataset)
-    images, _ = split(arrays if "test_label" in arrays else hold_out(arrays), validation, pixels)
+    arrays = arrays if "test_label" in arrays else hold_out(arrays)
+    images, (kept, rows) = split(arrays, validation, pixels)
+    owners = (arrays["train_owner"][kept], arrays[f"{tested(validation)}_owner"][rows]) if column else (None, ())
     classes = int(max(images.y.max(), images.test_y.max())) + 1
     return _image_task(
         "hub",
         images,
-        dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed)),
+        divide(
+            images.y,
+            images.test_y,
+            partition=partition,
+            clients=clients,
+            alpha=alpha,
+            shards_each=shards,
+            owners=owners[0],
+            test_owners=owners[1],
+            seed=_either(partition_seed, seed),
+        ),
         lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
         defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
         algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
