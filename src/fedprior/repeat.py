@@ -35,8 +35,8 @@ def repeat_command(run: Run) -> str:
         return _in_python(run, of_run, of_task, of_algorithm)
     words = ["fedprior", "run", run.task, "--algorithm", run.algorithm, "--seed", str(run.seed), "--rounds"]
     words.append(str(run.planned))
-    if run.label != run.algorithm:
-        words += ["--label", run.label]
+    if (label := config["run"]["label"]) != run.algorithm:
+        words += ["--label", label]
     for key, value in {**of_run, **of_task, **of_algorithm}.items():
         words += ["--set", f"{key}={_text(value)}"]
     return shlex.join(words)
@@ -48,7 +48,7 @@ def _in_python(run: Run, of_run: Mapping[str, Any], of_task: Mapping[str, Any], 
 
     task = call("fedprior.task", repr(run.task), **of_task)
     algorithm = call("fedprior.algorithm", repr(run.algorithm), "task.network", **of_algorithm)
-    about = {"rounds": run.planned, "seed": run.seed, "label": run.label}
+    about = {"rounds": run.planned, "seed": run.seed, "label": run.config["run"]["label"]}
     return f"task = {task}; {call('fedprior.run', 'task', algorithm, **about, **of_run)}  # in Python"
 
 

@@ -31,7 +31,7 @@ def page_data(groups: Sequence[Group]) -> dict[str, Any]:
     several = len({group.task for group in groups}) > 1
     found = []
     for group in groups:
-        name = f"{group.task} {group.label}" if several else group.label
+        name = f"{group.task} {group.label}" if several and not group.label.startswith(group.task) else group.label
         seeds = [run.seed for run in group.runs]
         for run in group.runs:
             # A seed tells runs of a label apart; where it does not, the folder does.

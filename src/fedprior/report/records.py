@@ -57,6 +57,8 @@ class Run:
     summary: Mapping[str, Any] | None = None
     partition: Partition | None = None
     trouble: str = ""
+    name: str = ""
+    """A longer label, where the recorded one does not tell it from others: `names.told_apart`."""
 
     @property
     def task(self) -> str:
@@ -71,7 +73,7 @@ class Run:
     @property
     def label(self) -> str:
         """The name of this setting of the algorithm."""
-        return str(self.config["run"]["label"])
+        return self.name or str(self.config["run"]["label"])
 
     @property
     def seed(self) -> int:

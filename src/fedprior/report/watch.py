@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedprior.report.names import told_apart
 from fedprior.report.records import Broken, Run, find_runs, read_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -42,7 +43,7 @@ def look(path: Path) -> list[Run | Broken]:
     if (path / "config.toml").exists():
         return [read_run(path)]
     found = find_runs(path) if path.is_dir() else None
-    return [*found.runs, *found.broken] if found else []
+    return [*told_apart(found.runs), *found.broken] if found else []
 
 
 def view(path: Path, runs: Sequence[Run | Broken]) -> RenderableType:

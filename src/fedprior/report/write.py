@@ -5,13 +5,14 @@ from pathlib import Path
 
 from fedprior.errors import RunError
 from fedprior.report import figures
+from fedprior.report.names import told_apart
 from fedprior.report.page import write_page
 from fedprior.report.records import FILES, Broken, Found, Run, find_runs, group_runs, read_run
 from fedprior.report.tables import write_tables
 
 
 def gather(paths: Sequence[Path]) -> Found:
-    """The runs in these folders, or under them, each once; a folder without any is named."""
+    """The runs in these folders, or under them, each once and told apart; a folder without any is named."""
     found = Found()
     for path in paths:
         is_run = any((path / name).exists() for name in FILES)
@@ -24,7 +25,7 @@ def gather(paths: Sequence[Path]) -> Found:
         seen = {run.path.resolve() for run in found.runs}
         found.runs.extend(run for run in under.runs if run.path.resolve() not in seen)
         found.broken.extend(under.broken)
-    return found
+    return Found(told_apart(found.runs), found.broken)
 
 
 def write_report(

@@ -1,0 +1,52 @@
+"""Names by which runs can be told apart: by what differs between those of one label."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedprior.report.records import HERE_ONLY, Run, group_runs
+
+TABLES = ("algorithm", "run", "task")
+
+
+def told_apart(runs: Sequence[Run]) -> list[Run]:
+    """The same runs in the same order; where several of a label are not seeds of one setting, with longer labels.
+
+    A label gets the settings that differ, as few as tell apart all that can be told apart by settings; runs that have
+    one seed and the same settings get their folders. What differs by its seed only keeps one label, and is one group.
+    """
+    names: dict[int, str] = {}
+    groups = group_runs(runs)
+    for group in groups:
+        shared = [other.task for other in groups if other.label == group.label]
+        label = f"{group.task} {group.label}" if len(shared) > 1 else group.label
+        keys = _telling(group.runs)
+        for run in group.runs:
+            settings = ", ".join(f"{key}={_text(run.config[table].get(key))}" for table, key in keys)
+            names[id(run)] = f"{label} {settings}".strip()
+    for name in set(names.values()):
+        same = [run for run in runs if names[id(run)] == name]
+        if len({run.seed for run in same}) < len(same):
+            short = len({run.path.name for run in same}) == len(same)
+            names |= {id(run): f"{name} ({run.path.name if short else run.path})" for run in same}
+    return [replace(run, name=names[id(run)]) for run in runs]
+
+
+def _telling(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Settings, each of which tells apart runs that those before it do not."""
+    known = dict.fromkeys((table, key) for table in TABLES for run in runs for key in run.config[table])
+    chosen: list[tuple[str, str]] = []
+    for table, key in known:
+        if key not in HERE_ONLY and key != "seed" and _kinds(runs, [*chosen, (table, key)]) > _kinds(runs, chosen):
+            chosen.append((table, key))
+    return chosen
+
+
+def _kinds(runs: Sequence[Run], keys: Iterable[tuple[str, str]]) -> int:
+    return len({tuple(_text(run.config[table].get(key)) for table, key in keys) for run in runs})
+
+
+def _text(value: Any) -> str:
+    """As `--set` has it; a setting that a config does not have is none, or younger than the run."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
