@@ -98,7 +98,8 @@ def test_what_the_correction_adds_to_a_message_is_what_its_gates_leave() -> None
     gating, params = hidden()
     algorithm = Algorithm(FixedGates(gating, {"0": 0.0, "2": 0.0}), SGD, correction=Scaffold())
     gates = {"0": numbers(1, 0, 1), "2": numbers(1, 1)}
-    message = algorithm.with_extra({"weights": params, "gates": gates}, {"control": params})
+    upload = {"weights": params, "gates": gates}
+    message = algorithm.answer(upload, {"control": params}, upload)
     assert message["control"]["0.bias"].tolist() == [1, 0, 1]
     assert message["control"]["2.weight"].tolist() == [[1, 0, 1]] * 2
     layout = algorithm.uplink({**algorithm.init(params), "gates": gates})
@@ -107,9 +108,9 @@ def test_what_the_correction_adds_to_a_message_is_what_its_gates_leave() -> None
     assert control.mask(gates)["0.bias"].tolist() == [1, 0, 1]
     assert not control.relative, "a packet's c is nothing to take a difference to"
     assert control.negligible > 0
-    assert algorithm.with_extra({"weights": params}, {}) == {"weights": params}
+    assert algorithm.answer(upload, {}, upload) == upload
     dense = Algorithm(Gaussian(), SGD, correction=Scaffold())
-    assert dense.with_extra({"weights": params}, {"control": params})["control"]["0.bias"].tolist() == [1, 1, 1]
+    assert dense.answer({"weights": params}, {"control": params}, {})["control"]["0.bias"].tolist() == [1, 1, 1]
 
 
 # ---------------------------------------------------------------------- the M-step

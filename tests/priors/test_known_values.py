@@ -192,7 +192,8 @@ def test_the_group_lasso_keeps_what_is_above_its_strength_and_not_what_is_at_it(
     pruned = prior.prune({"weights": params})
     for weights in (upload["weights"], pruned["weights"]):
         assert weights["0.weight"].tolist() == [[3, 4], [0, 0], [0, 0]]
-        assert weights["2.weight"].tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert pruned["weights"]["2.weight"].tolist() == [[1, 0, 0], [0, 0, 0]], "the server's units take columns along"
+    assert upload["weights"]["2.weight"].tolist() == params["2.weight"].tolist(), "a client's do not"
     assert pruned["open"]["0"].tolist() == [1, 0, 0]
     strict = GroupLasso(hidden_layer(), 6.0).commit({"weights": params}, {}, keys.key(0))
     assert strict["gates"]["0"].tolist() == [1, 0, 0], "the floor keeps the strongest"
@@ -213,6 +214,26 @@ def test_of_global_gates_only_what_was_sent_is_pulled():
         assert sent["weights"]["2.weight"].tolist() == [[2, 0, 4], [0, 0, -2]]
 
 
+@pytest.mark.parametrize(
+    "prior", [GroupLasso(hidden_layer(), 1.0), SpikeSlab(hidden_layer())], ids=["fedl1", "fedsparse"]
+)
+def test_an_upload_lacks_its_own_closed_groups_and_what_the_server_has_pruned(prior):
+    """The client closes unit 2, the server has closed unit 1: of the columns only those of unit 1 stay at home."""
+    mine, packet = gates(1, 0, 0), {"weights": hidden_params(), "gates": gates(1, 0, 1)}
+    upload = prior.leave(hidden_params(), mine, packet)
+    assert upload["0.bias"].tolist() == [0, 0, 0]
+    assert upload["0.weight"].tolist() == [[3, 4], [0, 0], [0, 0]]
+    assert upload["2.weight"].tolist() == [[1, 0, 2], [0, 0, -1]]
+    sent = prior.sent(mine, packet)
+    for name, value in hidden_params().items():
+        torch.testing.assert_close(upload[name], value * sent.get(name, torch.ones(()).double()))
+    assert (sent["2.weight"].expand(2, 3) > 0).tolist() == [[True, False, True]] * 2
+    layout = prior.uplink(packet)
+    assert layout.sections["weights"].mask(mine)["2.weight"].reshape(-1).tolist() == [1, 0, 1]
+    nothing_pruned = prior.leave(hidden_params(), mine, {"weights": hidden_params()})
+    assert nothing_pruned["2.weight"].tolist() == hidden_params()["2.weight"].tolist()
+
+
 def test_the_gated_mean_is_over_those_who_sent():
     gating = hidden_layer()
     server = {"weights": hidden_params(100.0)}
@@ -220,7 +241,8 @@ def test_the_gated_mean_is_over_those_who_sent():
         {"weights": gating.prune(hidden_params(scale), gates(*z)), "gates": gates(*z)}
         for scale, z in ((1.0, (1, 0, 1)), (2.0, (1, 0, 0)), (6.0, (0, 0, 1)))
     ]
-    mean = gated_mean(gating, stack(clients), server)
+    sent = torch.func.vmap(gating.mask)(stack(clients)["gates"])
+    mean = gated_mean(sent, stack(clients), server)
     torch.testing.assert_close(mean["0.weight"][0], numbers(3, 4) * 1.5)  # of clients 0 and 1
     assert mean["0.bias"][1] == 100, "nobody sent it: it stays"
     torch.testing.assert_close(mean["0.bias"][2], torch.tensor(0.4 * 3.5, dtype=torch.float64))  # of clients 0 and 2
