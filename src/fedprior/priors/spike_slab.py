@@ -376,7 +376,8 @@ class SpikeSlab(LocalGates):
         closed = (self.gating.join(was) > 0) & (self.gating.join(self.open_gates(later)[0]) == 0)
         raised = F.softplus(self.gating.join(after["thresholds"])) - F.softplus(self.gating.join(before["thresholds"]))
         fallen = self.temperature * (self.joint_logits(before) - self.joint_logits(later))
-        voted = torch.ones_like(closed) if solved else raised >= fallen - raised
+        only = solved or self.thresholds == "follow"
+        voted = torch.ones_like(closed) if only else raised >= fallen - raised
         for cause, found in (("closed_by_votes", closed & voted), ("closed_by_step", closed & ~voted)):
             counts = {layer: gate.sum() for layer, gate in self.gating.part(found.to(raised.dtype)).items()}
             known = before.get(cause, {})
