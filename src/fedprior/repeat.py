@@ -8,7 +8,8 @@ from fedprior.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.report import Run
 from fedprior.runs import RUN_OPTIONS
 from fedprior.settings import plain
-from fedprior.tasks import TASKS, task_options
+from fedprior.tasks import TASKS, is_file, task_options
+from fedprior.tasks.files import CHECKSUM
 
 FLAGS = ("seed", "rounds")
 ABOUT = ("task", "algorithm", "label")
@@ -25,11 +26,13 @@ def repeat_command(run: Run) -> str:
     That is a task or algorithm of the user's own, and a task of another seed than its run's.
     """
     config = run.config
-    if run.task not in TASKS or run.algorithm not in ALGORITHMS:
+    if (run.task not in TASKS and not is_file(run.task)) or run.algorithm not in ALGORITHMS:
         return f"fedprior.run(your_task, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
     of_run = _changed(config["run"], {name: option.default for name, option in RUN_OPTIONS.items()})
     of_run = {key: value for key, value in of_run.items() if key not in (*FLAGS, *ABOUT)}
-    of_task = _changed(config["task"], task_options(run.task, {}))
+    # Of a function in a file, whose defaults only the file knows, everything is said.
+    of_task = _changed(config["task"], task_options(run.task, {}) if run.task in TASKS else {})
+    of_task.pop(CHECKSUM, None)
     of_algorithm = _changed(config["algorithm"], algorithm_settings(run.algorithm, {}))
     if "seed" in config["task"]:
         return _in_python(run, of_run, of_task, of_algorithm)

@@ -21,7 +21,7 @@ from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import checkpoint, ranks
 from fedprior.simulate.folder import RunFolder, checksum
 from fedprior.simulate.run import Job, Progress, Result, Settings, build, drive
-from fedprior.tasks import TASKS, Task, task_options
+from fedprior.tasks import TASKS, Task, is_file, task_options
 from fedprior.tasks import task as named_task
 from fedprior.version import __version__
 
@@ -164,7 +164,7 @@ def rebuild(
     path = folder.path
     about, chosen, options, algorithm_options = read_config(folder)
     if task is None:
-        if about["task"] not in TASKS:
+        if about["task"] not in TASKS and not is_file(about["task"]):
             raise RunError(
                 f"{path} trained a task of your own, {about['task']!r}; "
                 f"{call} it from Python: {call}({str(path)!r}, task=…)"

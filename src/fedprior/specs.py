@@ -11,7 +11,7 @@ from fedprior.report.records import HERE_ONLY, Broken, read_run
 from fedprior.runs import BEFORE, RUN_OPTIONS, run_settings
 from fedprior.settings import plain
 from fedprior.simulate.folder import RunFolder
-from fedprior.tasks import TASKS, task_options
+from fedprior.tasks import TASKS, full, is_file, task_options
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
@@ -40,7 +40,11 @@ class Spec:
         chosen = vars(run_settings({**self.run, "seed": self.seed}))
         settings = algorithm_settings(self.algorithm, self.algorithm_settings)
         options = task_options(self.task, self.task_options)
-        about = {"task": self.task, "algorithm": self.algorithm, "label": self.label or self.algorithm}
+        about = {
+            "task": full(self.task) if is_file(self.task) else self.task,
+            "algorithm": self.algorithm,
+            "label": self.label or self.algorithm,
+        }
         return {
             # A setting of a run that is none is not in its config, nor is the seed of a task that has its run's.
             "run": about | {key: None if chosen[key] is None else plain(chosen[key]) for key in (*self.run, "seed")},

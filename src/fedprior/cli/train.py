@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def run_command(
-    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithm: Annotated[
         str | None,
         typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fednarrow if asked for a size."),
@@ -62,7 +62,7 @@ def run_command(
     if algorithm is None and (size or budget):
         _say_narrow()
     algorithm = algorithm or ("fednarrow" if size or budget else "fedavg")
-    folder = out or runs.unused_folder(Path("runs") / f"{task}-{algorithm}-{seed}")
+    folder = out or runs.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{seed}")
     result = _run(
         task,
         [algorithm],
@@ -81,7 +81,7 @@ def run_command(
 
 
 def compare_command(
-    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithms: Annotated[
         str | None,
         typer.Option(help="Names, separated by commas; fedavg,fedsparse or, if asked for a size, fedavg,fednarrow."),
@@ -111,7 +111,7 @@ def compare_command(
     names = names_in(algorithms)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
-    folder = out or runs.unused_folder(Path("runs") / f"compare-{task}")
+    folder = out or runs.unused_folder(Path("runs") / f"compare-{_short(task)}")
     _check_unused([folder])
     folders = [folder / name for name in names]
     settings = [*all_settings(set_, data_dir, wire), *size]
@@ -120,7 +120,7 @@ def compare_command(
 
 
 def sweep_command(
-    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
+    task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedsparse",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     rounds: Rounds = None,
@@ -141,7 +141,7 @@ def sweep_command(
     from fedprior import runs, sweeps
     from fedprior.simulate import RunFolder
 
-    chosen = out or runs.unused_folder(Path("runs") / f"sweep-{task}")
+    chosen = out or runs.unused_folder(Path("runs") / f"sweep-{_short(task)}")
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
@@ -238,6 +238,12 @@ def _with_sparsity(name: str, task: "Task", own: dict[str, Any], sparsity: float
     from fedprior.algorithms import algorithm as named_algorithm
 
     return named_algorithm(name, task.network, **{**own, "sparsity": sparsity})
+
+
+def _short(task: str) -> str:
+    from fedprior.tasks import short
+
+    return short(task)
 
 
 def _check_unused(folders: list[Path]) -> None:
