@@ -21,9 +21,7 @@ def prior_and_server():
 def moved(server, unit: int, shrunk: float, raised: float):
     """A unit's norm falls by so much, and its threshold rises by so much."""
     weights = {name: value.clone() for name, value in server["weights"].items()}
-    norm = torch.cat([weights["0.weight"][unit], weights["0.bias"][unit : unit + 1]]).norm()
-    for name in ("0.weight", "0.bias"):
-        weights[name][unit] *= 1 - shrunk / norm
+    weights["0.weight"][unit] *= 1 - shrunk / weights["0.weight"][unit].norm()  # a bias is no part of the norm
     tau = torch.nn.functional.softplus(server["thresholds"]["0"])
     tau[unit] += raised
     return {**server, "weights": weights, "thresholds": {"0": thresholds_for(tau, 0.0, 1.0)}}
