@@ -58,3 +58,17 @@ def test_every_algorithm_is_documented() -> None:
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
     for name in fedprior.ALGORITHMS:
         assert f"`{name}`" in text, name
+
+
+def test_examples_of_ones_own_task_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, in_a_file = python_blocks("tasks.md")
+    namespace: dict[str, object] = {"__name__": "own"}
+    exec(own, namespace)
+    result = namespace["result"]
+    assert isinstance(result, fedprior.Result)
+    assert "global_accuracy" not in result.summary
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(in_a_file)
+    with torch.random.fork_rng(devices=[]):
+        task = fedprior.task("mine.py:make_task", seed=1, hidden=32)
+    assert fedprior.run(task, "fedavg", rounds=1).summary["global_accuracy"] > 0
