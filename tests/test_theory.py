@@ -91,7 +91,7 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
     def e_step(a: Tensor, y: Tensor, phi: Tree, server: Tree) -> Tree:
         """Proximal gradient descent with a step that is safe for this curvature."""
         lr = 0.9 / float(torch.linalg.matrix_norm(a.T @ a, 2) + weight)
-        for _ in range(50):
+        for _ in range(30):
             w = phi["weights"]["w"].clone().requires_grad_()
             loss = 0.5 * (y - a @ w).square().sum() - prior.tempered_log_prob({"weights": {"w": w}}, server)
             (grad,) = torch.autograd.grad(loss, w)
@@ -100,7 +100,7 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
         return phi
 
     values = [objective(local, server)]
-    for _ in range(15):
+    for _ in range(8):
         local = [e_step(a, y, phi, server) for (a, y), phi in zip(data, local, strict=True)]
         values.append(objective(local, server))
         server = prior.solve(stack(local), server)

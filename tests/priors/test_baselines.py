@@ -51,12 +51,12 @@ def test_feddrop_noise_is_drawn_anew_and_keeps_the_mean() -> None:
     quiet = FixedGates(gating, rates).relax({"weights": params}, packet, keys.key(0))
     assert all(torch.equal(quiet[name], value) for name, value in params.items())
     noisy = FixedGates(gating, rates, noise=True)
-    draws = [noisy.relax({"weights": params}, packet, keys.key(i))["fc1.weight"] for i in range(300)]
+    draws = [noisy.relax({"weights": params}, packet, keys.key(i))["fc1.weight"] for i in range(100)]
     assert not torch.equal(draws[0], draws[1])
     # Inverted dropout: w/(1 − rate) or 0, so the mean is w again.
     assert set((draws[0][:, 0] / params["fc1.weight"][:, 0]).round(decimals=9).unique().tolist()) == {0.0, 2.0}
     ratio = torch.stack([draw[:, 0] for draw in draws]).mean(0) / params["fc1.weight"][:, 0]
-    assert float(ratio.mean()) == pytest.approx(1.0, abs=0.03)
+    assert float(ratio.mean()) == pytest.approx(1.0, abs=0.03)  # of 51,200 that are 0 or 2: seven standard errors
 
 
 def test_fedl1_penalty_is_the_sum_of_group_norms() -> None:
