@@ -53,7 +53,7 @@ def test_another_run_is_named_by_the_setting_in_which_it_differs(trained, change
 
 def test_a_setting_younger_than_the_run_had_its_default(trained):
     path = trained.out / "config.toml"
-    younger = ("wire =", "validation =", "shrink =", "evaluate_every =")
+    younger = ("wire =", "validation =", "floor =", "evaluate_every =")
     lines = path.read_text().splitlines()
     path.write_text("\n".join(line for line in lines if not line.startswith(younger)) + "\n")
     same = replace(trained, run={key: value for key, value in RUN.items() if key != "evaluate_every"})
@@ -61,9 +61,9 @@ def test_a_setting_younger_than_the_run_had_its_default(trained):
     for changes in (
         {"run": {**same.run, "wire": "int8"}},
         {"task_options": {"clients": "300", "validation": "true"}},
-        {"algorithm_settings": {"lambda0": "1e-6", "shrink": "0.5"}},
+        {"algorithm_settings": {"lambda0": "1e-6", "floor": "2"}},
     ):
-        with pytest.raises(RunError, match=r"has (wire|validation|shrink) = .*, not (int8|True|0\.5)"):
+        with pytest.raises(RunError, match=r"has (wire|validation|floor) = .*, not (int8|True|2)"):
             missing([replace(same, **changes)])
 
 
