@@ -16,7 +16,7 @@ from fedprior.compact.predict import outputs_of
 from fedprior.compact.write import Description, export_module
 from fedprior.data.images import Scale
 from fedprior.em import Algorithm, e_step
-from fedprior.errors import DataError, RunError, SettingError
+from fedprior.errors import DataError, ModelError, RunError, SettingError
 from fedprior.keys import Purpose, Turn
 from fedprior.metrics import Measures, each
 from fedprior.models import Ensemble
@@ -118,8 +118,19 @@ def export(
     found = trained(run, personalise=personalise, task=task, algorithm=algorithm)
     if len(found.x) == 0:
         raise DataError("there are no test inputs to compare the exported network on")
+    _check_statistics(found)
     about = {"title": found.title, "client": found.client, "scale": found.scale._asdict() if found.scale else None}
     return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
+
+
+def _check_statistics(found: Trained) -> None:
+    """Refuse a network whose predictions depend on who else is in the batch."""
+    for name, part in found.module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+            raise ModelError(
+                f"module {name!r} has no statistics to export: the run had statistics=batch or local. Train with "
+                "statistics=shared, or with local and export a client's own network (--personalise)"
+            )
 
 
 def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> nn.Module:

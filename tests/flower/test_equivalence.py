@@ -108,3 +108,41 @@ def test_clients_of_ones_own_job_report_an_accuracy_where_there_is_one(quick, tm
         HardEM(Server.new(job, RUN), quick, kept.append).start(grid)
         assert kept[0]["local_loss"] > 0
         assert ("local_accuracy" in kept[0]) == ("global_accuracy" in kept[0]) == known
+
+
+class Normed(nn.Module):
+    """The small task's network with BatchNorm of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2)
+        self.fc1, self.norm1, self.fc2 = nn.Linear(36, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(torch.relu(self.norm(self.conv(x))))
+        return self.fc2(torch.relu(self.norm1(self.fc1(x.flatten(1)))))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "report", "wire"),
+    [("shared", "received", "int8/int4"), ("shared", "running", "float32"), ("local", "running", "float32")],
+)
+def test_statistics_of_norms_are_the_simulators(statistics, report, wire, small_task, quick, tmp_path):
+    settings = {"statistics": statistics, "report_statistics": report, "wire": wire, "rounds": 2, "evaluate_every": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = fedprior.Network(Normed().double(), torch.zeros(1, 8, 8, dtype=torch.float64))
+    task = small_task(dtype=torch.float64)
+    algorithm = fedprior.algorithm("fedsparse", network, temperature=0.05, lambda0=1e-3)
+    chosen = Settings(**{**task.defaults, **settings})
+    job = Job("small", network, algorithm, chosen, task.data.clients, task.data, task.data)
+    simulated = build(job.algorithm, network, job.data, job.settings)
+    records = [simulated.step(evaluate=True) for _ in range(2)]
+    server, kept = Server.new(job, RUN), []
+    HardEM(server, quick, kept.append).start(LocalGrid(job, tmp_path))
+    for (path, ours), (_, theirs) in zip(trees.leaves(server.state), trees.leaves(simulated.server), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=path)
+    for ours, theirs in zip(kept, records, strict=True):
+        for key in ("bytes_up", "bytes_down", "global_accuracy", "local_accuracy"):
+            assert ours[key] == pytest.approx(theirs[key]), key
+    assert ("statistics" in server.state) == (statistics == "shared")

@@ -1,11 +1,12 @@
 """The physically smaller network: units that are zero, and everything that reads them, are not there any more.
 
 A unit is gone where its row of the weight, its bias and its norm's affine pair are exactly zero, whatever closed it, so
-this needs a network and no prior. Five things keep it exact and small:
+this needs a network and no prior. Six things keep it exact and small:
 
 - Channels that are added (a residual connection) must stay the same channels, so one is removed only where every layer
   that adds to it has closed it; elsewhere the row of zeros stays.
 - A norm's statistics count the zeros of a closed unit: see `PrunedNorm`.
+- A batch norm is folded into the layer that it follows, where nothing stands between.
 - A weight that stands in two places is stored once, which saves more than its closed units would: it stays as it is.
 - A linear layer may read only some of the columns that a flattened channel feeds (gates on inputs): it selects them.
 - The smaller network is run beside the original before it is returned.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
+from fedprior.compact.fold import fold
 from fedprior.compact.layers import read_columns, shrink_layer, smaller_norm
 from fedprior.errors import ModelError
 from fedprior.models import Ensemble
@@ -56,7 +58,7 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
     pruned = {name for name, layer in _layers(module) if _zero_rows([layer.weight, layer.bias]).any()}
     unread = {name for name, layer in _layers(module) if isinstance(layer, nn.Linear) and not read_columns(layer).all()}
     if not pruned | unread:
-        return Compact(module)
+        return Compact(_folded(module, example))
     try:
         shared = _with_shared_weights(module)
         found = find_wires(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
@@ -68,11 +70,21 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
         small, units = _remove(found, left, shared)
         _check_equal(module, small, example)
     except ModelError as error:
-        return Compact(module, {}, f"no unit was removed: {error}")
+        return Compact(_folded(module, example), {}, f"no unit was removed: {error}")
     stay = sum(int((left[name] & ~open_[name]).sum()) for name in left if open_[name].any())
     added = "closed units stay as zeros: their channels are added to some that are open"
     added += ", or read by a weight that stands in two places" if shared else ""
-    return Compact(small, units, f"{stay:,} {added}" if stay and align == 1 else "")
+    return Compact(_folded(small, example), units, f"{stay:,} {added}" if stay and align == 1 else "")
+
+
+def _folded(module: nn.Module, example: Tensor) -> nn.Module:
+    """Without the batch norms that can be folded into a layer, if the outputs stay what they are."""
+    try:
+        folded = fold(module)
+        _check_equal(module, folded, example)
+    except ModelError:
+        return module
+    return folded
 
 
 def _layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from fedprior.data.federated import ClientData
 from fedprior.em import Algorithm
 from fedprior.errors import DataError, SettingError
 from fedprior.metrics import with_classes
-from fedprior.models import check_trainable
+from fedprior.models import check_statistics, check_trainable
 from fedprior.network import Loss, Metric, Network, cross_entropy
 from fedprior.settings import Option, convert, nearest, plain
 from fedprior.simulate import Settings
@@ -53,6 +53,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_trainable(self.network.module)
+        check_statistics(self.network.module, self.settings.statistics)
         object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
         check_cohort(self.settings, self.clients)
         self.settings.check_schedules(self.algorithm)

@@ -1,6 +1,6 @@
 """The paper's networks, pinned by their parameter counts, and the check that a user's own can be trained."""
 
-from fedprior.models.check import check_trainable
+from fedprior.models.check import check_statistics, check_trainable
 from fedprior.models.ensemble import Ensemble
 from fedprior.models.for_images import for_images
 from fedprior.models.initialise import INITIALISATIONS, initialise
@@ -14,6 +14,7 @@ __all__ = [
     "LeNet5",
     "LogisticRegression",
     "ResNet20",
+    "check_statistics",
     "check_trainable",
     "for_images",
     "initialise",

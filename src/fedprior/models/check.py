@@ -3,7 +3,19 @@
 import torch
 from torch import nn
 
+from fedprior.batch_norm import find_norms
 from fedprior.errors import ModelError
+
+
+def check_statistics(model: nn.Module, kind: str) -> None:
+    """Refuse code of one's own around `F.batch_norm` where its statistics are not those of the run."""
+    for norm in find_norms(model):
+        owner = model.get_submodule(norm.name.rstrip("."))
+        if kind != "shared" and not isinstance(owner, nn.modules.batchnorm._BatchNorm):
+            raise ModelError(
+                f"module {norm.name.rstrip('.')!r} has a running_mean but is not torch's BatchNorm, which alone can do "
+                f"with statistics={kind}. Use that, or statistics=shared"
+            )
 
 
 def check_trainable(model: nn.Module) -> None:

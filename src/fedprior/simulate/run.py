@@ -15,7 +15,7 @@ from fedprior.data.images import Scale
 from fedprior.em import Algorithm, Statistics
 from fedprior.errors import DivergedError, SettingError
 from fedprior.files import write_atomically
-from fedprior.models import check_trainable
+from fedprior.models import check_statistics, check_trainable
 from fedprior.network import Network
 from fedprior.schedules import Rates
 from fedprior.simulate import checkpoint, early, ranks
@@ -219,6 +219,7 @@ def check_cohort(settings: Settings, clients: int) -> None:
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
+    check_statistics(network.module, settings.statistics)
     algorithm.check_network(network.params())
     check_cohort(settings, data.clients)
     settings.check_schedules(algorithm)
