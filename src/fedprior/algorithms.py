@@ -1,4 +1,8 @@
-"""Algorithms by name. Each is a prior, a way to take the M-step, and the paper's settings as defaults."""
+"""Algorithms by name. Each is a prior, a way to take the M-step, and the paper's settings as defaults.
+
+But for the server's step on weights, which is the mean for all unless an algorithm is named after another: methods that
+are compared should differ in their priors. The paper's Adam is a setting of the paper's tasks (`tasks/named.py`).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +18,8 @@ from fedprior.settings import nearest, options_of, resolve
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
 SGD = Optimiser.preset("SGD", lr=0.05)
-ADAM = Optimiser.preset("Adam", lr=1e-3)
+MEAN = Optimiser.preset("SGD", lr=1.0)
+"""One step of length one goes to the mean; for weights beside variables that need their gradient."""
 
 
 def gaussian(
@@ -92,7 +97,7 @@ def group_lasso(
     ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = ADAM,
+    server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
 ) -> Algorithm:
     """Group lasso at the client, with its strength as the threshold of both sides."""
@@ -119,7 +124,7 @@ def spike_slab(
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
     local_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-3),
-    server_optimiser: Optimiser | None = ADAM,
+    server_optimiser: Optimiser | None = MEAN,
     server_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-2),
     scaffold: bool = False,
 ) -> Algorithm:
@@ -157,7 +162,7 @@ def narrow(
     ungated: tuple[str, ...] = (),
     floor: int = 1,
     local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = ADAM,
+    server_optimiser: Optimiser | None = None,
     scaffold: bool = False,
     average: bool = False,
 ) -> Algorithm:
@@ -173,7 +178,8 @@ def narrow(
     share = (0.05 if dense else 1.0) if shrink is None else shrink
     drawn = _drawn(gating, conv_rate, linear_rate)
     wanted = 0.5 if sparsity is None else sparsity
-    prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn)
+    yields = dense_rounds is None and shrink is None
+    prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn, yields)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
 
 
@@ -243,29 +249,32 @@ ALGORITHMS: dict[str, Entry] = {
     "fedavgm": Entry(gaussian, "Gaussian", "SGD with momentum", {"server_optimiser": "SGD(lr=1.0, momentum=0.9)"}),
     "fedadam": Entry(gaussian, "Gaussian", "Adam", {"server_optimiser": "Adam(lr=0.001)"}),
     "reptile": Entry(gaussian, "Gaussian", "one SGD step", {"server_optimiser": "SGD(lr=0.5)"}),
-    "fedsparse": Entry(spike_slab, "spike and slab over units", "Adam on w, Adamax on v"),
+    "fedsparse": Entry(spike_slab, "spike and slab over units", "mean of w by one step, Adamax on v"),
     "fedsparse-unstructured": Entry(
-        spike_slab, "spike and slab over weights", "Adam on w, Adamax on v", {"structured": False}
+        spike_slab, "spike and slab over weights", "mean of w by one step, Adamax on v", {"structured": False}
     ),
-    "fednarrow": Entry(narrow, "global gates over units, bound by a size", "Adam on w, the best gates that fit"),
+    "fednarrow": Entry(narrow, "global gates over units, bound by a size", "gated mean, the best gates that fit"),
     "fednarrow-unstructured": Entry(
         narrow,
         "global gates over weights, bound by a size",
-        "Adam on w, the best gates that fit",
+        "gated mean, the best gates that fit",
         {"structured": False},
     ),
     "fedmedian": Entry(laplace, "Laplace", "coordinate-wise median"),
     "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
     "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
-    "fedl1": Entry(group_lasso, "group lasso", "Adam on the difference; absence is a vote for zero"),
+    "fedl1": Entry(group_lasso, "group lasso", "mean; absence is a vote for zero"),
     "scaffold": Entry(gaussian, "Gaussian, λ → 0, with control variates", "mean", {"scaffold": True}),
     "fedsparse+scaffold": Entry(
-        spike_slab, "spike and slab over units, with control variates", "Adam on w, Adamax on v", {"scaffold": True}
+        spike_slab,
+        "spike and slab over units, with control variates",
+        "mean of w by one step, Adamax on v",
+        {"scaffold": True},
     ),
     "fednarrow+scaffold": Entry(
         narrow,
         "global gates over units, bound by a size, with control variates",
-        "Adam on w, the best gates that fit",
+        "gated mean, the best gates that fit",
         {"scaffold": True},
     ),
 }

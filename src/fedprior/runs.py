@@ -71,7 +71,7 @@ def start_job(
     """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
-    for caution in algorithm.prior.cautions() if ranks.first() else []:
+    for caution in sim.algorithm.prior.cautions(settings.rounds) if ranks.first() else []:
         warnings.warn(caution, FedpriorWarning, stacklevel=3)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     about["partition"] = partition = task.data.fingerprint()

@@ -10,11 +10,12 @@ from torch import nn
 
 import fedprior
 from fedprior import keys, trees
-from fedprior.errors import SettingError
+from fedprior.errors import FedpriorWarning, SettingError
 from fedprior.models import LeNet5, ResNet20, initialise
 from fedprior.network import Network
 from fedprior.priors import Narrow
 from fedprior.priors.tuned import tuned
+from fedprior.simulate.run import Settings
 from fedprior.units import UnitGating, find_structure
 
 
@@ -266,3 +267,42 @@ def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
 def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):
     with pytest.raises(SettingError, match=words):
         fedprior.algorithm("fednarrow", small_task().network, **wrong)
+
+
+# ---------------------------------------------------------------------- runs of few rounds
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 13, 33])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_a_run_of_few_rounds_meets_its_size_all_the_same(small_task, rounds, sparsity):
+    """The defaults for single weights need 34 rounds for a half, and had closed nothing after two."""
+    task = small_task((4, 4, 4))
+    chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=sparsity)
+    fitted = Settings(rounds=rounds).on_wire(chosen).prior
+    assert not chosen.prior.settled(rounds)
+    assert fitted.settled(rounds)
+    assert fitted.cautions(rounds) == []
+    assert fitted.settled(3 * rounds // 4 + 1)
+    if rounds >= 8:
+        assert fitted.dense_rounds == rounds // 4
+        assert not fitted.settled(rounds // 2)
+
+
+def test_the_issues_own_two_rounds(small_task):
+    task = small_task((4, 4, 4))
+    chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5)
+    assert fedprior.run(task, chosen, rounds=2).summary["sparsity"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_with_rounds_enough_or_settings_of_ones_own_nothing_is_changed(small_task):
+    task = small_task((4, 4, 4))
+    chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5)
+    assert chosen.prior.fit(34) is chosen.prior
+    own = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5, dense_rounds=3)
+    assert own.prior.fit(4) is own.prior
+    line = r"sparsity 0\.5 would be met in round 17 with dense_rounds=3 and shrink=0\.05, but there are 4: have more"
+    with pytest.warns(FedpriorWarning, match=line):
+        fedprior.run(task, own, rounds=4)
+    dense = fedprior.algorithm("fedsparse", task.network, dense_rounds=2)
+    with pytest.warns(FedpriorWarning, match="dense_rounds=2 of 2 rounds: there will be no thresholds"):
+        fedprior.run(task, dense, rounds=2)

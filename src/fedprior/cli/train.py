@@ -208,6 +208,7 @@ def _run(
         with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
+        console.print(f"{one.name}: {one.steps}, batches of {settings.batch_size}", highlight=False, soft_wrap=True)
     return results
 
 

@@ -70,6 +70,16 @@ class Algorithm:
         optimisers = [*self.local.values(), *(self.server or {}).values()]
         return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in optimisers)
 
+    @property
+    def steps(self) -> str:
+        """What its two steps are taken with, in words."""
+
+        def each(optimisers: Mapping[str, Optimiser]) -> str:
+            only = len(optimisers) == 1
+            return " and ".join(f"{how}{'' if only else f' on {what}'}" for what, how in optimisers.items())
+
+        return f"{each(self.local)} at the clients, {each(self.server) if self.server else 'closed form'} at the server"
+
     def init(self, params: Params, statistics: Params | None = None) -> Tree:
         """The server's state from a dense model, with the statistics that its norms come with."""
         server = {**self.prior.init(params), **self.correction.init(params)}

@@ -58,6 +58,10 @@ class Prior(ABC):
     def init(self, params: Params) -> Tree:
         """The server's state from a dense model."""
 
+    def fit(self, rounds: int) -> "Prior":
+        """The prior for a run of so many rounds; for one that does things in time."""
+        return self
+
     def prune(self, server: Tree) -> Tree:
         """What the server drops from its own state before it speaks."""
         return server
@@ -152,8 +156,8 @@ class Prior(ABC):
         return self.support(gates)
 
     # ------------------------------------------------------------------ what a user is told
-    def cautions(self) -> list[str]:
-        """What a user should know of these settings before training, a line each."""
+    def cautions(self, rounds: int) -> list[str]:
+        """What a user should know of these settings before training for so many rounds, a line each."""
         return []
 
     # ------------------------------------------------------------------ what the records say

@@ -16,9 +16,10 @@ What is kept may be drawn, as in federated dropout: then p(z_g = 1) is 0 or 1 âˆ
 a sub-network for each client, and the network that it ships has of each unit what the clients had on average.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class Narrow(GlobalGates):
     """How often a filter or neuron that is kept is left out of what a client is sent."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Of each layer whose units are drawn, whether its rate is that of `conv` or `linear`; none: no unit is drawn."""
+    yields: bool = False
+    """Whether the two above are nobody's wish: then a run of few rounds closes gates earlier and faster."""
     scalars = ("sparsity", "precision", "shrink", "conv_rate", "linear_rate")
 
     def __post_init__(self) -> None:
@@ -84,6 +87,25 @@ class Narrow(GlobalGates):
     def final_size(self) -> float:
         """How many parameters there may be in the end."""
         return (1 - self.sparsity) * self.gating.parameters
+
+    def fit(self, rounds: int) -> "Narrow":
+        """Where the size would not be met: dense for a quarter of the rounds, and small after three quarters."""
+        if not self.yields or self.settled(rounds):
+            return self
+        dense = min(self.dense_rounds, rounds // 4)
+        closing = max(1, 3 * rounds // 4 - dense)
+        # A little more than the root, which times itself may stay above by a rounding error.
+        share = 1 - (1 - self.sparsity) ** (1 / closing) + 1e-9
+        return replace(self, dense_rounds=dense, shrink=min(1.0, max(self.shrink, share)))
+
+    def cautions(self, rounds: int) -> list[str]:
+        if self.settled(rounds):
+            return []
+        number = next(n for n in itertools.count(rounds) if self.settled(n))
+        return [
+            f"sparsity {self.sparsity:g} would be met in round {number} with dense_rounds={self.dense_rounds} and "
+            f"shrink={self.shrink:g}, but there are {rounds}: have more rounds, or leave both out"
+        ]
 
     def settled(self, round_number: int) -> bool:
         """Whether the goal of a round is that of all later ones."""

@@ -67,6 +67,12 @@ class Tuned(Prior):
         result: Tree = self.of(server).prune(server)
         return result
 
+    def fit(self, rounds: int) -> Prior:
+        return self  # each run's prior was fitted before they were stacked
+
+    def cautions(self, rounds: int) -> list[str]:
+        return self.prior.cautions(rounds)
+
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {**self.of(server).broadcast(server, key), "settings": server["settings"]}
 

@@ -43,7 +43,7 @@ class Settings:
     rounds: int = 100
     seed: int = 0
     clients_per_round: int = 10
-    batch_size: int = 32
+    batch_size: int = 10
     epochs: int = 1
     local_steps: int | None = None
     """Local steps a round, instead of epochs."""
@@ -146,8 +146,11 @@ class Settings:
                 raise SettingError(f"Rprop chooses its own steps: no schedule, {text}, can change them")
 
     def on_wire(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with messages as precise as these settings say, and with these statistics."""
-        return replace(algorithm, wire=Wire.of(self.wire, self.entropy), statistics=self.norm_statistics())
+        """The algorithm as these settings say: how precise its messages are, its statistics, how many rounds it has."""
+        fitted = algorithm.prior.fit(self.rounds)
+        return replace(
+            algorithm, prior=fitted, wire=Wire.of(self.wire, self.entropy), statistics=self.norm_statistics()
+        )
 
     def norm_statistics(self) -> Statistics:
         """What becomes of a network's statistics."""

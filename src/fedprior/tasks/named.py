@@ -27,12 +27,14 @@ from fedprior.settings import nearest
 from fedprior.tasks.base import Task
 from fedprior.tasks.loading import hold_out, load, load_femnist, split, tested
 
-# The paper's server optimiser, for every method that it compares.
+# The paper's server optimiser, for every method that it compares, and for those that are compared with them here.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
+SPARSE = [f"fed{kind}{more}" for kind in ("sparse", "narrow") for more in ("", "-unstructured", "+scaffold")]
+COMPARED = ("fedavg", "fedprox", "feddrop", "fedl1", *SPARSE)
 # The paper's M-step is 1/S Σ_s, whatever the clients' sizes.
 EQUAL = {"weighting": "equal"}
 # FedNarrow, which is not the paper's, sends each client half of LeNet-5's neurons: docs/search.md.
-DROPOUT = {name: {"linear_rate": 0.5} for name in ("fednarrow", "fednarrow+scaffold")}
+DROPOUT = {name: {**ADAM, "linear_rate": 0.5} for name in ("fednarrow", "fednarrow+scaffold")}
 
 
 def mnist_mini(
@@ -58,8 +60,7 @@ def mnist_mini(
         defaults={"rounds": 40, "batch_size": 10, "evaluate_every": 5},
         # Rates were chosen on a part of the training set; see docs/tasks.md.
         algorithms={
-            **dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), adam),
-            **dict.fromkeys(("fednarrow", "fednarrow-unstructured", "fednarrow+scaffold"), adam),
+            **dict.fromkeys(COMPARED, adam),
             **{
                 name: {**adam, "server_threshold_optimiser": "Adamax(lr=0.0175)"}
                 for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
@@ -90,7 +91,7 @@ def cifar10(
         lambda: initialise(lambda: LeNet5(channels=3, side=32, classes=10), init, seed),
         classes=10,
         defaults={**EQUAL, "rounds": 1000, "batch_size": 64, "evaluate_every": 10},
-        algorithms={**dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM), **DROPOUT},
+        algorithms={**dict.fromkeys(COMPARED, ADAM), **DROPOUT},
         options=options,
     )
 
@@ -119,7 +120,7 @@ def cifar100(
         classes=100,
         defaults={**EQUAL, "rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
-            **dict.fromkeys(("fedavg", "fedprox", "fedl1"), ADAM),
+            **dict.fromkeys(COMPARED, ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.1, "output_rate": 0.0},
         },
         options=options,
@@ -152,7 +153,7 @@ def femnist(
         lambda: initialise(lambda: LeNet5(channels=1, side=28, classes=62), init, seed),
         defaults={**EQUAL, "rounds": 6000, "batch_size": 20, "evaluate_every": 50},
         algorithms={
-            **dict.fromkeys(("fedavg", "fedprox"), ADAM),
+            **dict.fromkeys(COMPARED, ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.2, "linear_rate": 0.4},
             "fedl1": {**ADAM, "strength": 1e-3},
             **DROPOUT,
@@ -246,7 +247,7 @@ def hub_images(
         ),
         lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
         defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
-        algorithms=dict.fromkeys(("fedavg", "fedprox", "feddrop", "fedl1"), ADAM),
+        algorithms=dict.fromkeys(COMPARED, ADAM),
         options=options,
         classes=classes,
     )
