@@ -303,6 +303,3 @@ def test_with_rounds_enough_or_settings_of_ones_own_nothing_is_changed(small_tas
     line = r"sparsity 0\.5 would be met in round 17 with dense_rounds=3 and shrink=0\.05, but there are 4: have more"
     with pytest.warns(FedpriorWarning, match=line):
         fedprior.run(task, own, rounds=4)
-    dense = fedprior.algorithm("fedsparse", task.network, dense_rounds=2)
-    with pytest.warns(FedpriorWarning, match="dense_rounds=2 of 2 rounds: there will be no thresholds"):
-        fedprior.run(task, dense, rounds=2)

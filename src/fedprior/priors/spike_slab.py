@@ -341,13 +341,11 @@ class SpikeSlab(LocalGates):
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:
-        """Whether there are rounds with thresholds, and whether a group stands at the watershed, where chance decides.
+        """Whether a group stands at the watershed, where chance decides.
 
         A gate is pushed shut while n_g λ₀ > κ logit θ_g. θ starts alike everywhere, so groups with a little more
         than that run away, and those with a little less stay open.
         """
-        if self.dense_rounds >= rounds:
-            return [f"dense_rounds={self.dense_rounds} of {rounds} rounds: there will be no thresholds, nothing closes"]
         edge, sizes = self.cross_entropy * self._start, self.gating.sizes()
         near = {layer: n for layer, n in sizes.items() if abs(n * self.lambda0 - edge) < NEAR * edge}
         if not near:

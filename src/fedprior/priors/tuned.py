@@ -144,9 +144,6 @@ class Tuned(Prior):
         result: Gates = self.of(state).gates(state)
         return result
 
-    def cautions(self) -> list[str]:
-        return self.prior.cautions()
-
     def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
         result: Tree = self.of(before).closures(before, after, solved)
         return result
