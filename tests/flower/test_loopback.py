@@ -68,6 +68,7 @@ def test_a_deployment_survives_a_killed_device(tmp_path, monkeypatch, plain_arit
     task = fedprior.Task("mnist-mini", job.network, job.data)
     result = fedprior.run(task, job.algorithm, rounds=1, clients_per_round=2, local_steps=3, batch_size=10, workers=1)
     assert sorted(first.pop("clients")) == [0, 1]
+    assert len(first.pop("examples")) == 2  # what the clients say that they have
     assert first.keys() == result.records[0].keys()
     for key, value in result.records[0].items():
         # Both in float32; T = 0.001 makes a thousandfold of what the last bit of a norm does to a gate.
