@@ -270,3 +270,14 @@ def test_the_closed_form_keeps_theta_off_its_borders() -> None:
         uploads.append({"weights": prior.gating.apply(server["weights"], gates), "gates": gates})
     solved = prior.solve(stack(uploads), server)
     torch.testing.assert_close(prior.gates(solved)["0"], torch.tensor([0.9, 2 / 3, 0.1]).double())
+
+
+def test_a_gate_without_a_threshold_yet_has_no_slope_at_all() -> None:
+    """Not even a tiny one: in the dense rounds an optimiser must not begin to move what is not there."""
+    prior = by_unit(dense_rounds=3)
+    server = {"weights": weights(1), "thresholds": {"0": torch.tensor([NO_THRESHOLD, 0.3, NO_THRESHOLD]).double()}}
+    gates = {"0": torch.tensor([1.0, 0.0, 0.0]).double()}
+    upload = {"weights": prior.gating.apply(weights(2), gates), "gates": gates}
+    slope = prior.slope(stack([upload]), server)["thresholds"]["0"]
+    assert slope[[0, 2]].tolist() == [0.0, 0.0]
+    assert float(slope[1]) != 0
