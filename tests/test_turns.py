@@ -79,6 +79,11 @@ def test_an_e_step_draws_by_purpose_round_client_and_step(monkeypatch) -> None:
     assert drawn["uniform"].count(int(rounding)) == 1
 
 
+def test_every_purpose_has_a_number_of_its_own() -> None:
+    """Of two names for one number the second is an alias, which no loop over purposes sees."""
+    assert len(Purpose) == len(Purpose.__members__)
+
+
 def test_dropout_keeps_what_is_drawn_at_or_above_the_rate_and_the_mean() -> None:
     x = torch.ones(5000, dtype=torch.float64)
     found = keys.dropout(x, key(1), 0.2)

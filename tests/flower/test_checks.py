@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from local_grid import LocalGrid
 
-from fedprior import WireError
+from fedprior import RunError, WireError
 from fedprior.flower import HardEM, Limits, Server, messages
 from fedprior.flower.memory import check_run
 from fedprior.flower.messages import ABOUT, ARRAY, NUMBERS, WIRE
@@ -154,3 +155,35 @@ def test_a_foreign_machines_words_are_one_line_of_printable_letters(exchange):
     assert fault["what"].isprintable()
     assert len(fault["what"]) <= 300
     assert (fault["node"], fault["client"]) == ("7", 1)
+
+
+def test_an_answer_to_what_was_not_asked_now_is_left_out(make_job, quick, tmp_path):
+    """An honest client's honest answer to a message that is no longer waited for."""
+    job = make_job("fedavg", {"clients_per_round": 3})
+    strategy, grid = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path)
+    strategy.meet(grid, job.clients)
+    orders = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
+    replies = strategy.exchange(grid, orders)
+    assert len(replies) == 3
+    forgotten = strategy.clients[strategy.sent[0].metadata.dst_node_id]
+    strategy.sent = strategy.sent[1:]
+    strategy.aggregate_train(1, replies)
+    assert set(strategy.good) == set(strategy.cohort) - {forgotten}
+    assert any("nobody asked" in fault["what"] for fault in strategy.turn.faults)
+
+
+def test_fewer_good_replies_than_are_needed_are_not_enough(make_job, tmp_path):
+    """One of six clients answers well, two are needed."""
+    job = make_job("fedavg", {"clients_per_round": 6})
+
+    def tamper(order, reply):
+        own = reply.has_content() and (NUMBERS not in reply.content or reply.content[NUMBERS].get("round") is None)
+        honest = own or reply.content[NUMBERS]["client"] == 4
+        return [reply if honest else Message(Error(code=2, reason="boom"), reply_to=order)]
+
+    limits = Limits(round_seconds=0.05, start_seconds=0.2, poll_seconds=0.001, min_replies=2, attempts=2)
+    strategy = HardEM(Server.new(job, RUN), limits)
+    with pytest.raises(RunError, match="1 good replies"):
+        strategy.run_round(LocalGrid(job, tmp_path, tamper), 1)
+    assert list(strategy.good) == [4]
+    assert strategy.server.round == 0
