@@ -53,7 +53,7 @@ FREE = {
 PHASES = {
     (together.Together, "_packets"): "packets",
     (together.Together, "_m_step"): "M-step",
-    (together.Together, "_correct"): "evaluation",
+    (together.Together, "_scores"): "evaluation",
     (together.CohortBatches, "__init__"): "batches",
     (together.CohortBatches, "__getitem__"): "batches",
     (TreeOptimiser, "__init__"): "optimiser",
