@@ -71,7 +71,8 @@ class LocalGates(Gated):
         known = state["gates"] if "gates" in state else state.get("open")
         if known is None:
             return own
-        left = self.gating.mask(known)
+        # A message is read on the host, wherever the server's state is.
+        left = self.gating.mask({layer: value.to(gates[layer].device) for layer, value in known.items()})
         return left | {name: mask * left[name] if name in left else mask for name, mask in own.items()}
 
     def leave(self, weights: Params, gates: Gates, state: Tree) -> Params:
