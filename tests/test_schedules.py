@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 import fedprior
 from fedprior import keys, trees
 from fedprior.errors import SettingError
-from fedprior.keys import Purpose
+from fedprior.keys import Purpose, Turn
 from fedprior.optimisers import Optimiser, TreeOptimiser
 from fedprior.schedules import Curve, Rates
 from fedprior.simulate.batches import ClientBatches, Schedule
@@ -80,12 +80,12 @@ def test_fedopt_with_both_schedules_is_a_plain_torch_loop(small_task):
     falls = lr_scheduler.CosineAnnealingLR(optimiser, rounds - 2)
     schedule = lr_scheduler.SequentialLR(optimiser, [grows, falls], milestones=[2])
     for number in range(1, rounds + 1):
-        key = keys.fold(keys.key(0), number)
+        turn = Turn(keys.key(0), number)
         moved = []
-        for client in keys.choose(keys.fold(key, Purpose.COHORT), 4, 2):
+        for client in keys.choose(turn.key(Purpose.COHORT), 4, 2):
             local = copy.deepcopy(server)
             descent = torch.optim.SGD(local.parameters(), lr=0.2 * (1 - 0.9 * (number - 1) / rounds), momentum=0.5)
-            batch_key = keys.fold(keys.fold(key, client), Purpose.BATCHES)
+            batch_key = turn.of(client).key(Purpose.BATCHES)
             for batch in ClientBatches(task.data, client, Schedule(4, 1), batch_key):
                 descent.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
