@@ -219,10 +219,11 @@ def main() -> int:
     for name in PRELOADED:
         importlib.import_module(name)
     if not given.no_baseline:
-        for task in run(_baseline(chosen), given.jobs, given.limit * 2):
-            if task.outcome != UNNOTICED:
-                print(f"without any mistake {' '.join(task.tests)}: {task.outcome}")
-                return 1
+        broken = [task for task in run(_baseline(chosen), given.jobs, given.limit * 2) if task.outcome != UNNOTICED]
+        for task in broken:
+            print(f"without any mistake {' '.join(task.tests)}: {task.outcome}")
+        if broken:
+            return 1
     outcomes = Counter({STALE: len(stale)})
     for task in run([Task(m, m.tests) for m in chosen], given.jobs, given.limit):
         assert task.mistake is not None

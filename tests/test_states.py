@@ -13,6 +13,7 @@ from fedprior.data import FederatedData
 from fedprior.errors import RunError
 from fedprior.keys import key
 from fedprior.network import Network
+from fedprior.simulate.early import best
 from fedprior.workers import Workers
 
 # ---------------------------------------------------------------------- files
@@ -197,3 +198,41 @@ def test_two_dropout_layers_of_a_step_have_draws_of_their_own() -> None:
     network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
     assert all(torch.equal(a, b) for a, b in zip(again, seen, strict=True))
     assert np.mean([float(value.double().mean()) for value in seen]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_dropout_that_is_switched_off_drops_nothing_while_the_network_trains() -> None:
+    """As of a part of a network that is in evaluation mode."""
+    seen: list[Tensor] = []
+
+    class Off(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for drop in (nn.functional.dropout, nn.functional.dropout2d):
+                seen.append(drop(torch.ones(2, 50, 2, 2), 0.5, False))
+            return x * self.scale
+
+    network = Network(Off(), torch.zeros(2))
+    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    assert len(seen) >= 2
+    assert all(bool((value == 1).all()) for value in seen)
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, None])
+def test_a_number_that_does_not_exist_is_never_the_best(nothing: float | None) -> None:
+    """Wherever it stands: comparisons with it are all false."""
+    for by, values, found in (
+        ("global_accuracy", [nothing, 0.5, 0.25], 2),
+        ("global_accuracy", [0.5, nothing, 0.75], 3),
+        ("-global_loss", [nothing, 3.0, 2.0], 3),
+    ):
+        name = by.removeprefix("-")
+        records = [{"round": i, "sparsity": 0.0, name: value} for i, value in enumerate(values, 1)]
+        chosen = best(records, by)
+        assert chosen is not None
+        assert (chosen.round, chosen.since) == (found, 3 - found)
+    records = [{"round": i, "sparsity": 0.0, "global_loss": value} for i, value in enumerate([3.0, 2.0, 2.0, 4.0], 1)]
+    lowest = best(records, "global_loss")
+    assert lowest == ("global_loss", 2, 2.0, 2), "the earliest of equals"

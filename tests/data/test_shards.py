@@ -9,6 +9,7 @@ import torch
 from fedprior.data import FederatedData
 from fedprior.data.federated import Shards
 from fedprior.data.partition import _random_state
+from fedprior.data.schemes import classes, quantity
 from fedprior.errors import DataError
 
 
@@ -57,3 +58,15 @@ def test_one_number_that_is_not_finite_is_refused_with_its_owner(part: int, bad:
 def test_seeds_of_more_than_32_bits_name_partitions_of_their_own() -> None:
     seeds = (5, 5 + 2**32, 5 + 2**33, -5, 5 - 2**63)
     assert len({_random_state(seed).randint(2**31, size=4).tobytes() for seed in seeds}) == len(seeds)
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_whoever_has_too_few_takes_from_those_with_the_most(least: int) -> None:
+    """With a concentration next to zero one client would have everything."""
+    labels = np.arange(60) % 4
+    for seed in range(5):
+        for scheme in (classes, quantity):
+            train, _ = scheme(labels, labels[:0], 15, 0.01, seed, least)
+            sizes = [len(rows) for rows in train]
+            assert min(sizes) == least
+            assert sorted(np.concatenate(train).tolist()) == list(range(60))
