@@ -15,7 +15,7 @@ CLASSES, CLIENTS = 4, 20
 
 
 class TwoLayers(nn.Module):
-    """Any `nn.Module` without BatchNorm will do."""
+    """Any `nn.Module` will do."""
 
     def __init__(self) -> None:
         super().__init__()

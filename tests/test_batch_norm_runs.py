@@ -11,6 +11,7 @@ from torch import nn
 
 import fedprior
 from fedprior import trees, wire
+from fedprior.budget import run_bytes
 from fedprior.errors import DivergedError, ModelError, SettingError
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.run import Settings, build
@@ -290,3 +291,12 @@ def test_a_layer_that_is_called_twice_has_the_statistics_of_both():
     found = net.measure(net.params(), x, None)
     torch.testing.assert_close(found["mean"], union.mean(0))
     torch.testing.assert_close(found["variance"], union.var(0, correction=0))
+
+
+def test_a_budget_foresees_the_statistics():
+    task = make_task()
+    chosen = fedprior.algorithm("fednarrow", task.network, sparsity=0.3, dense_rounds=0)
+    settings = Settings(**{**task.defaults, "rounds": 1})
+    result = fedprior.run(task, chosen, rounds=1)
+    sent = result.summary["bytes_up"] + result.summary["bytes_down"]
+    assert run_bytes(chosen, task.network, settings, task.data.clients) == sent

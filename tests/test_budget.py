@@ -31,17 +31,16 @@ def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, n
     settings = run_settings({**task.defaults, "rounds": 30, "wire": precision, "entropy": False}, task)
     own = {"dense_rounds": 2, "shrink": 0.3} if name == "fednarrow-unstructured" else {"linear_rate": rate}
     build = lambda sparsity: fedprior.algorithm(name, task.network, sparsity=sparsity, **own)  # noqa: E731
-    params = task.network.params()
-    budget = int(0.7 * run_bytes(build(0.0), params, settings, task.data.clients))
-    sparsity = sparsity_for(budget, build, params, settings, task.data.clients)
+    budget = int(0.7 * run_bytes(build(0.0), task.network, settings, task.data.clients))
+    sparsity = sparsity_for(budget, build, task.network, settings, task.data.clients)
     assert 0 < sparsity < 1
-    assert run_bytes(build(sparsity - 0.05), params, settings, task.data.clients) > budget
+    assert run_bytes(build(sparsity - 0.05), task.network, settings, task.data.clients) > budget
     result = fedprior.run(task, build(sparsity), rounds=30, wire=precision, entropy=False)
     sent = result.summary["bytes_up"] + result.summary["bytes_down"]
     assert sent <= budget
     # Of many sub-networks the mean is foreseen; what is assigned to single weights depends on how they are trained.
     room = 0.2 if rate else 0.02 if name == "fednarrow-unstructured" else 0
-    assert sent == pytest.approx(run_bytes(build(sparsity), params, settings, task.data.clients), rel=room)
+    assert sent == pytest.approx(run_bytes(build(sparsity), task.network, settings, task.data.clients), rel=room)
 
 
 def test_few_sub_networks_are_counted_one_by_one(small_task):
@@ -49,7 +48,7 @@ def test_few_sub_networks_are_counted_one_by_one(small_task):
     settings = run_settings({**task.defaults, "rounds": 5}, task)
     drawn = fedprior.algorithm("fednarrow", task.network, sparsity=0.2, linear_rate=0.5)
     sent = fedprior.run(task, drawn, rounds=5).summary
-    foreseen = run_bytes(drawn, task.network.params(), settings, task.data.clients)
+    foreseen = run_bytes(drawn, task.network, settings, task.data.clients)
     assert foreseen == sent["bytes_up"] + sent["bytes_down"]
 
 
@@ -57,8 +56,8 @@ def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 5}, task)
     build = lambda sparsity: fedprior.algorithm("fednarrow", task.network, sparsity=sparsity)  # noqa: E731
-    assert sparsity_for(10**9, build, task.network.params(), settings, task.data.clients) == 0
+    assert sparsity_for(10**9, build, task.network, settings, task.data.clients) == 0
     with pytest.raises(SettingError, match="too small"):
-        sparsity_for(10, build, task.network.params(), settings, task.data.clients)
+        sparsity_for(10, build, task.network, settings, task.data.clients)
     with pytest.raises(SettingError, match="only fednarrow"):
-        run_bytes(fedprior.algorithm("fedavg", task.network), task.network.params(), settings, task.data.clients)
+        run_bytes(fedprior.algorithm("fedavg", task.network), task.network, settings, task.data.clients)

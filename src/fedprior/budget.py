@@ -12,9 +12,10 @@ from fedprior import keys, wire
 from fedprior.em import Algorithm
 from fedprior.errors import SettingError
 from fedprior.keys import Purpose, Turn
+from fedprior.network import Network
 from fedprior.priors import Narrow
 from fedprior.simulate.run import Settings
-from fedprior.trees import Gates, Params
+from fedprior.trees import Gates
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -32,36 +33,36 @@ def read_bytes(text: str) -> int:
 
 
 def sparsity_for(
-    budget: int, build: Callable[[float], Algorithm], params: Params, settings: Settings, clients: int
+    budget: int, build: Callable[[float], Algorithm], network: Network, settings: Settings, clients: int
 ) -> float:
     """The smallest sparsity with which a whole run sends no more than `budget` bytes, in both directions together.
 
     `build` makes the algorithm for a sparsity. Whole numbers are counted at their full width: the entropy code, whose
     gain is known only afterwards, makes messages shorter still. `clients` is how many there are in all.
     """
-    if run_bytes(build(0.0), params, settings, clients) <= budget:
+    if run_bytes(build(0.0), network, settings, clients) <= budget:
         return 0.0
     low, most = 0.0, _prior(build(0.0)).most_sparse()
     high = most
-    if (least := run_bytes(build(most), params, settings, clients)) > budget:
+    if (least := run_bytes(build(most), network, settings, clients)) > budget:
         raise SettingError(
             f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
             f"{settings.rounds} rounds; have fewer rounds or a coarser --wire"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if run_bytes(build(middle), params, settings, clients) <= budget else (middle, high)
+        low, high = (low, middle) if run_bytes(build(middle), network, settings, clients) <= budget else (middle, high)
     return min(most, math.ceil(1e4 * high) / 1e4)
 
 
-def run_bytes(algorithm: Algorithm, params: Params, settings: Settings, clients: int) -> int:
+def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, clients: int) -> int:
     """What a run would send, its messages counted round by round with the cohorts and gates that it will draw.
 
     `clients` is how many there are in all. Gates that are assigned before training are foreseen exactly; those of later
     rounds as if the weights stayed what they are.
     """
     algorithm = settings.on_wire(algorithm)
-    server, prior = algorithm.init(params), _prior(algorithm)
+    server, prior = algorithm.init(network.params(), network.statistics()), _prior(algorithm)
     layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
     total, last = 0, -1
     for number in range(1, settings.rounds + 1):

@@ -17,7 +17,7 @@ CLASSES, CLIENTS = 4, 3
 
 
 class TwoLayers(nn.Module):
-    """Your model: any `nn.Module` without BatchNorm will do."""
+    """Your model: any `nn.Module` will do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -226,7 +226,7 @@ def _stay_within(budget: int, task: "Task", own: dict[str, dict[str, Any]], sett
         if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
             raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
         build = partial(_with_sparsity, name, task, own[name])
-        own[name]["sparsity"] = sparsity_for(budget, build, task.network.params(), settings, task.data.clients)
+        own[name]["sparsity"] = sparsity_for(budget, build, task.network, settings, task.data.clients)
         console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)
 
 
