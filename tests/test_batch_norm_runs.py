@@ -13,9 +13,11 @@ import fedprior
 from fedprior import trees, wire
 from fedprior.budget import run_bytes
 from fedprior.errors import DivergedError, ModelError, SettingError
+from fedprior.models import ResNet20
 from fedprior.simulate.round import Simulation
 from fedprior.simulate.run import Settings, build
 from fedprior.simulate.together import Together
+from fedprior.units import find_structure
 from test_batch_norm import Functional, Net
 from test_contract import LIVELY, NAMES
 
@@ -232,11 +234,12 @@ def test_exports_have_their_norms_folded_and_closed_units_removed(tmp_path):
 
 
 # ---------------------------------------------------------------------- bad input
-def test_a_client_whose_statistics_are_not_finite_is_named():
+@pytest.mark.parametrize("kind", ["shared", "local"])
+def test_a_client_whose_statistics_are_not_finite_is_named(kind):
     """Its loss is: what has an infinite variance is normalised to zero."""
     task = make_task(torch.float32)
     task.data.x[task.data.train[3]] *= 1e25
-    chosen = Settings(**{**task.defaults, "clients_per_round": 5})
+    chosen = Settings(**{**task.defaults, "clients_per_round": 5, "statistics": kind})
     for engine in ("in-turn", "vectorised"):
         sim = build(fedprior.algorithm("fedavg", task.network), task.network, task.data, chosen)
         before = trees.clone(sim.server)
@@ -300,3 +303,17 @@ def test_a_budget_foresees_the_statistics():
     result = fedprior.run(task, chosen, rounds=1)
     sent = result.summary["bytes_up"] + result.summary["bytes_down"]
     assert run_bytes(chosen, task.network, settings, task.data.clients) == sent
+
+
+def test_units_are_found_as_with_group_norm():
+    found = [find_structure(ResNet20(classes=5, norm=norm), torch.zeros(3, 8, 8)) for norm in ("batch", "group")]
+    assert found[0] == found[1]
+    assert "blocks.0.norm1.weight" in next(one for one in found[0].layers if one.name == "blocks.0.conv1").parameters
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_attackers_and_norms_of_several_devices(kind):
+    task = make_task()
+    task.network.module.norm = kind(4).double()
+    result = fedprior.run(task, "fedmedian", rounds=1, attack="sign-flip", attackers=0.4)
+    assert math.isfinite(result.records[-1]["train_loss"])

@@ -42,6 +42,18 @@ def test_values_and_gradients_are_those_of_the_definition(device, shape, affine,
         torch.testing.assert_close(slopes[0][name], slopes[1][name], rtol=1e-4, atol=1e-4)
 
 
+def test_models_within_clients(device):
+    """A mixture's clients look at all its models: one `vmap` within another, the inputs batched by the outer alone."""
+    x, mask, weight, bias, _ = tensors(SHAPES[0], device)
+    weights, biases = (torch.stack([p, 2 * p, -p], 1) for p in (weight, bias))
+
+    def models(function):
+        one = vmap(lambda w, b, x, m: function(x, m, w, b, 1e-3)[0], (0, 0, None, None))
+        return vmap(one)(weights, biases, x, mask)
+
+    torch.testing.assert_close(models(batch_norm), models(plain), rtol=1e-4, atol=1e-4)
+
+
 def test_differentiates_twice(device):
     x, mask, weight, bias, direction = tensors(SHAPES[0], device)
 

@@ -133,7 +133,10 @@ def _with_statistics(
         own = statistics.measure(network, lift, lift(algorithm.prior.realise)(step.upload, packet), batches)
     step = step._replace(own=statistics.without_count(own))
     if algorithm.statistics.kind == "local":
-        return step._replace(memory={**step.memory, "statistics": own})
+        # They are in no message that would be checked: a loss that is not finite names the client.
+        finite = torch.stack([value.isfinite().all(-1) for value in step.own.values()]).all(0)
+        loss = torch.where(finite, step.loss, torch.nan)
+        return step._replace(memory={**step.memory, "statistics": own}, loss=loss)
     if algorithm.statistics.report == "received":
         own = statistics.measure(network, lift, received, batches)
     upload = lift(algorithm.report)(step.upload, own, packet)
