@@ -80,8 +80,8 @@ def rewrite(path, change):
 
 
 @pytest.mark.parametrize("name", ["fedadam", "fedsparse+scaffold"])
-def test_a_simulations_checkpoint_has_the_layout_of_the_first_version(name, tmp_path):
-    """Written here by hand: a run that was begun with an older version goes on."""
+def test_a_simulations_checkpoint_has_the_layout_of_its_format(name, tmp_path):
+    """Written here by hand: a run that was begun with an older version of the same format goes on."""
     first, second = simulate(name), simulate(name)
     for _ in range(2):
         first.step(evaluate=False)
@@ -97,7 +97,7 @@ def test_a_simulations_checkpoint_has_the_layout_of_the_first_version(name, tmp_
         total = zlib.crc32(held[key].numpy().tobytes(), zlib.crc32(key.encode(), total))
     optimisers = {section: one.name for section, one in first.algorithm.server.items()}
     head = {
-        "format": "fedprior-checkpoint-1",
+        "format": "fedprior-checkpoint-2",
         "run": json.dumps({"algorithm": first.algorithm.name, "server": optimisers, "key": int(first.root)}),
         "round": "2",
         "seconds": repr(first.seconds),
@@ -134,7 +134,7 @@ def test_a_head_without_one_of_its_lines_is_refused(tmp_path, key):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("format", "fedprior-flower-checkpoint-1", "not a fedprior checkpoint of the kind fedprior-checkpoint-1"),
+        ("format", "fedprior-flower-checkpoint-1", "not a fedprior checkpoint of the kind fedprior-checkpoint-2"),
         ("round", "many", "damaged"),
         ("seconds", "", "damaged"),
         ("checksum", "1", "checksum does not match"),
