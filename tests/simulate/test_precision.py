@@ -112,12 +112,13 @@ def test_learns_from_fewer_bytes(name, precisions):
 
 
 def test_what_a_client_remembers_is_what_the_server_heard():
-    """SCAFFOLD's control variates: the server's stays the mean of the clients', rounded or not."""
+    """SCAFFOLD's control variates: the server's stays the mean of the clients' by their examples, rounded or not."""
     sim = simulate("scaffold", wire="int4", clients_per_round=5)
     for _ in range(3):
         sim.step(evaluate=False)
     for name, control in sim.server["control"].items():
-        mean = torch.stack([sim.memory[client]["control"][name] for client in range(5)]).mean(0)
+        share = torch.from_numpy(sim.data.train.sizes / sim.data.train.sizes.sum())
+        mean = sum(share[client] * sim.memory[client]["control"][name] for client in range(5))
         torch.testing.assert_close(control, mean, rtol=0, atol=1e-12)
 
 
