@@ -97,10 +97,11 @@ def convolution(
         )
     )
     built.units += [(part, open_) for part in (layer, norm) if part is not None]
-    built.left += together * (keep * kernel**2 + bias)
+    folded = isinstance(norm, nn.BatchNorm2d)  # what is left of it is the layer's bias
+    built.left += together * (keep * kernel**2 + (bias or folded))
     if norm is None:
         return layer
-    built.left += 2 * together * (side**2 if isinstance(norm, nn.LayerNorm) else 1)
+    built.left += 0 if folded else 2 * together * (side**2 if isinstance(norm, nn.LayerNorm) else 1)
     return nn.Sequential(layer, norm)
 
 
