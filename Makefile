@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: run test test-everywhere mutants deploy format peers clean
 
 run: .venv/ready
-	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse --sparsity 0.8
+	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
 
 test: .venv/tools
 	$(BIN)/ruff format --check .
