@@ -230,15 +230,20 @@ def test_recorded_bytes_are_the_lengths_of_the_messages_whether_encoded_or_count
 def test_fedsparse_sends_the_network_that_its_gates_leave(small_task, messages):
     task = small_task()
     fedprior.run(task, fedprior.algorithm("fedsparse", task.network, lambda0=1e-3), rounds=8, epochs=3)
-    smallest = math.inf
+    smallest, differing = math.inf, 0
     for message, data in messages:
         filters, neurons = (int(message["gates"][layer].sum()) for layer in ("conv", "fc1"))
-        # A filter with its bias; a neuron with its bias and what it reads of each filter; what reads the neuron.
-        left = filters * (9 + 1) + neurons * (filters * 9 + 1) + 4 * neurons + 4
-        thresholds = filters + neurons if "thresholds" in message else 0
-        assert len(data) == HEADER + 2 + 4 * (left + thresholds)
+        if "thresholds" in message:
+            known, beside = (filters, neurons), filters + 2 * neurons  # a threshold each, and what a neuron has lost
+        else:
+            beside, differing = 0, differing + ((filters, neurons) != known)
+        # A filter with its bias; a neuron with its bias and what it reads of each filter that the server has; what
+        # reads the server's neurons.
+        left = filters * (9 + 1) + neurons * (known[0] * 9 + 1) + 4 * known[1] + 4
+        assert len(data) == HEADER + 2 + 4 * (left + beside)
         smallest = min(smallest, left)
     assert smallest < 536, "some units were closed"
+    assert differing, "clients closed units that the server has"
 
 
 def test_pruned_weights_are_never_sent_again(small_task, messages):
@@ -417,9 +422,10 @@ def test_disagreement_is_the_distance_of_clients_gates_from_the_servers(small_ta
         distances = []
         for layer in ("conv", "fc1"):
             for unit in range(len(packets["thresholds"][layer][0])):
-                row = [packets["weights"][f"{layer}.{part}"][0][unit].reshape(-1) for part in ("weight", "bias")]
+                row = packets["weights"][f"{layer}.weight"][0][unit].reshape(-1)
+                lost = float(packets["silent"][layer][0][unit]) if layer == "fc1" else 0.0
                 threshold = math.log1p(math.exp(float(packets["thresholds"][layer][0][unit])))
-                theta = 1 / (1 + math.exp(-(float(torch.cat(row).norm()) - threshold) / 2e-3))
+                theta = 1 / (1 + math.exp(-(math.hypot(float(row.norm()), lost) - threshold) / 2e-3))
                 theta = theta if packets["gates"][layer][0][unit] > 0 else 0.0
                 distances += [abs(float(outcome.gates[layer][s][unit]) - theta) for s in range(3)]
         assert record["tv_mean"] == pytest.approx(sum(distances) / len(distances), abs=1e-9)
