@@ -303,3 +303,24 @@ def test_with_rounds_enough_or_settings_of_ones_own_nothing_is_changed(small_tas
     line = r"sparsity 0\.5 would be met in round 17 with dense_rounds=3 and shrink=0\.05, but there are 4: have more"
     with pytest.warns(FedpriorWarning, match=line):
         fedprior.run(task, own, rounds=4)
+
+
+def test_momentum_on_what_was_pruned_says_nothing_of_what_goes_next():
+    """Of a layer whose closed units an optimiser has moved, the others keep their share, and go as they would have."""
+    torch.manual_seed(0)
+    module = net_of(6, 30, 30, 4).double()
+    gating = gating_of(module, torch.randn(2, 6, dtype=torch.float64))
+    prior = Narrow(gating, 0.7, shrink=0.4)
+    server = prior.prune(prior.init({name: value.detach() for name, value in module.named_parameters()}))
+    clean = prior.prune(server)
+    moved = {**server["weights"], "0.weight": server["weights"]["0.weight"].clone()}
+    closed = server["open"]["0"] == 0
+    moved["0.weight"][closed] = 100.0
+    moved["2.weight"] = server["weights"]["2.weight"] + 100.0 * closed
+    drifted = prior.prune({**server, "weights": moved})
+    assert 0 < closed.sum() < 29
+    assert any(not torch.equal(clean["open"][layer], gate) for layer, gate in server["open"].items())
+    for layer, gate in clean["open"].items():
+        assert torch.equal(drifted["open"][layer], gate)
+    for name, value in clean["weights"].items():
+        assert torch.equal(drifted["weights"][name], value)
