@@ -472,6 +472,13 @@ def test_a_setting_that_has_an_option_is_given_once(shell, tmp_path, command, op
     assert list(tmp_path.iterdir()) == []
 
 
+def test_set_twice_with_two_values_is_refused(shell, tmp_path):
+    code, _, err = shell("run", "tiny", "--out", "mine", "--set", "rounds=1", "--set", "rounds=5")
+    assert (code, err) == (2, "error: --set rounds=… is given twice, as 1 and as 5: give one of them\n")
+    assert list(tmp_path.iterdir()) == []
+    assert shell("run", "tiny", "--out", "mine", "--set", "rounds=1", "--set", "rounds=1")[0] == 0
+
+
 def test_without_a_terminal_there_is_a_line_every_few_seconds(shell, monkeypatch):
     """The clock goes by two seconds whenever somebody looks."""
     clock = itertools.count(0, 2)
@@ -480,6 +487,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(shell, monkeypatch
     assert (code, err) == (0, "")
     lines = re.findall(r"^mine \[all\]  (\d+)/12  (?:accuracy .*%  )?loss \d+\.\d+  \d+ MB$", out, re.MULTILINE)
     assert lines == ["3", "6", "9", "12"]
+    assert out.startswith("fedavg: SGD(lr=")  # with what its steps are taken is said before them
     assert "accuracy" in out.split("12 rounds")[0]
 
 

@@ -61,6 +61,12 @@ def test_a_line_is_whole_or_not_there(tmp_path):
     assert path.read_text() == "first\nsecond\n"
 
 
+def test_a_disk_without_room_for_a_name_keeps_no_folder(small_task, tmp_path):
+    with room_for(0), pytest.raises(RunError, match=r"cannot write to .*run: File too large"):
+        fedprior.run(small_task(), "fedavg", out=tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["config.toml", "partition.json", "rounds.jsonl", "checkpoint.safetensors"])
 def test_a_run_on_a_full_disk_names_the_file_and_can_go_on(small_task, tmp_path, name):
     task, run = small_task(rounds=6, checkpoint_every=6, evaluate_every=1), tmp_path / "run"

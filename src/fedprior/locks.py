@@ -40,6 +40,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = _acquire(folder)
     except OSError as error:
+        _leave(made)
         raise RunError(f"cannot write to {folder}: {error.strerror}") from error
     try:
         yield
@@ -48,9 +49,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             (folder / NAME).unlink()
         os.close(file)
-        with contextlib.suppress(OSError):
-            for path in made:
-                path.rmdir()
+        _leave(made)
+
+
+def _leave(made: list[Path]) -> None:
+    """Remove folders, the innermost first, that nothing is in."""
+    with contextlib.suppress(OSError):
+        for path in made:
+            path.rmdir()
 
 
 def _acquire(folder: Path) -> int:
@@ -62,13 +68,22 @@ def _acquire(folder: Path) -> int:
             _lock(file, folder)
             # Its last holder may have removed the file between our opening and locking it: then it locks nothing.
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-                os.ftruncate(file, 0)
-                os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                _sign(file, path)
                 return file
         except BaseException:
             os.close(file)
             raise
         os.close(file)
+
+
+def _sign(file: int, path: Path) -> None:
+    """Say whose it is; a full disk keeps no empty file."""
+    try:
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _lock(file: int, folder: Path) -> None:

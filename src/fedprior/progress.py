@@ -19,6 +19,8 @@ class RunProgress:
         self.bytes: dict[int, int] = {}
         self.also: Callable[[dict[str, Any]], None] | None = None
         """Who else is told of every round."""
+        self.opening = ""
+        """What is said first, once a round shows that nothing was wrong with the settings."""
         self.scores = ""
         self.console, self.label, self.rounds = console, label, rounds
         self.said = time.monotonic()
@@ -46,6 +48,9 @@ class RunProgress:
 
     def __call__(self, record: dict[str, Any]) -> None:
         """Show one more round."""
+        if self.opening:
+            self.console.print(self.opening, markup=False, highlight=False, soft_wrap=True)
+            self.opening = ""
         self.bytes[record["round"]] = record["bytes_up"] + record["bytes_down"]
         if record.get("global_accuracy") is not None:
             self.scores = f"accuracy {100 * record['global_accuracy']:.1f}%  "

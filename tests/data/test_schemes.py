@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import fedprior
 from fedprior import DataError, SettingError
@@ -29,7 +29,8 @@ def some_labels(count, classes=5, seed=0):
 def test_every_example_at_most_once_nobody_empty_and_a_seed_names_one_partition(name, clients, more, alpha, seed):
     labels, test_labels = some_labels(24 + more, seed=seed % 1000), some_labels(12 + more, seed=seed % 1000 + 1)
     owners, test_owners = (np.arange(len(part)) % clients for part in (labels, test_labels))
-    given = {"partition": name, "clients": clients, "alpha": alpha, "owners": owners, "test_owners": test_owners}
+    given = {"partition": name, "clients": clients, "alpha": alpha}
+    given |= {"owners": owners, "test_owners": test_owners} if name == "column" else {}
     train, test = divide(labels, test_labels, seed=seed, **given)
     assert len(train) == len(test) == clients
     for parts, count in ((train, len(labels)), (test, len(test_labels))):
@@ -118,6 +119,17 @@ def test_clients_from_one_set_train_with_a_share_of_each_held_out():
     assert sum(len(c[1]) + len(c[3]) for c in real) == 200
 
 
+@pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy])
+def test_arrays_and_lists_are_divided_as_tensors_are(kind):
+    x, y = torch.arange(40.0)[:, None].repeat(1, 3), torch.arange(40) % 4
+    told = {"partition": "classes", "clients": 5, "alpha": 0.5, "seed": 3}
+    ours, theirs = clients_from(x, y, **told), clients_from(kind(x), kind(y), **told)
+    assert all(
+        torch.equal(a, b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert fedprior.own_task(nn.Linear(3, 4), theirs).data.clients == 5
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -130,6 +142,17 @@ def test_clients_from_one_set_train_with_a_share_of_each_held_out():
         ({"partition": "shards", "shards_each": 0}, "shards must be at least 1"),
         ({"alfa": 3}, "unexpected keyword argument 'alfa'"),
         ({"test_fraction": 1.0}, "test_fraction must be"),
+        ({"clients": "many"}, "clients must be int, got 'many'"),
+        ({"partition": "dirichlet", "alpha": "x"}, "alpha must be float, got 'x'"),
+        ({"partition": "column", "owners": ["a", "b"]}, "owners has 2 users for 40 examples"),
+        (
+            {"partition": "column", "owners": ["a", "b"] * 20, "test": (torch.zeros(4, 3), torch.arange(4))},
+            "test_owners has 0 users for 4 examples",
+        ),
+        ({"owners": ["a", "b"] * 20}, "owners are of partition='column', not of 'iid'"),
+        ({"test": (torch.zeros(4, 3),)}, "test must be two tensors"),
+        ({"test": (torch.zeros(4, 3), torch.zeros(3))}, "4 inputs but 3 targets in test"),
+        ({"test": (torch.zeros(4, 3), ["a"] * 4)}, "test cannot become tensors"),
     ],
 )
 def test_what_cannot_be_divided_is_one_line(given, message):

@@ -58,11 +58,15 @@ def sparsities_in(text: str) -> list[float]:
 
 
 def pairs(texts: list[str]) -> dict[str, str]:
-    """From `key=value`; said twice, the last one holds."""
+    """From `key=value`; said twice with two values, one of them is not meant."""
+    found: dict[str, str] = {}
     for text in texts:
-        if "=" not in text:
+        key, equals, value = text.partition("=")
+        if not equals:
             raise SettingError(f"--set takes key=value, got {text!r}")
-    return dict(text.split("=", 1) for text in texts)
+        if found.setdefault(key, value) != value:
+            raise SettingError(f"--set {key}=… is given twice, as {found[key]} and as {value}: give one of them")
+    return found
 
 
 def all_settings(set_: list[str], data_dir: Path | None, wire: str | None = None) -> list[str]:

@@ -207,8 +207,8 @@ def _run(
         board_folder = tensorboard / folder.name if tensorboard else None
         with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
+            progress.opening = f"{one.name}: {one.steps}, batches of {settings.batch_size}"
             results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
-        console.print(f"{one.name}: {one.steps}, batches of {settings.batch_size}", highlight=False, soft_wrap=True)
     return results
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedprior.data.federated import ClientData
 from fedprior.data.partition import Parts, _check_clients, _deal, _random_state, dirichlet
 from fedprior.errors import DataError, SettingError
-from fedprior.settings import nearest
+from fedprior.settings import Option, convert, nearest
 
 Labels = np.ndarray
 
@@ -114,10 +114,17 @@ def divide(
     """
     if partition not in PARTITIONS:
         raise nearest(partition, PARTITIONS, "partition")
+    clients, shards_each, seed = _whole("clients", clients), _whole("shards_each", shards_each), _whole("seed", seed)
+    alpha = convert(Option("alpha", float, 1.0), alpha)
     if partition == "column":
         if owners is None:
-            raise SettingError("a partition by column needs the column: one user an example")
+            raise SettingError("a partition by column needs the column: owners=…, one user an example")
+        _check_owners("", labels, owners)
+        if len(test_labels):  # by their owners alone, test examples need no labels
+            _check_owners("test_", test_labels, test_owners)
         return column(_array(owners), _array(test_owners))
+    if owners is not None:
+        raise SettingError(f"owners are of partition='column', not of {partition!r}")
     y, test_y = _labels(labels, partition), _labels(test_labels, partition)
     named: dict[str, Callable[[], Parts]] = {
         "iid": lambda: iid(y, test_y, clients, seed),
@@ -130,10 +137,10 @@ def divide(
 
 
 def clients_from(
-    x: Tensor,
-    y: Tensor,
+    x: Any,
+    y: Any,
     *,
-    test: tuple[Tensor, Tensor] | None = None,
+    test: tuple[Any, Any] | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
     owners: Any = None,
@@ -143,9 +150,11 @@ def clients_from(
     """Clients for `own_task` from one set: `clients_from(x, y, partition="dirichlet", clients=20, alpha=0.5)`.
 
     Without a `test` set, a share of each client's own examples is held out. The other options are those of `divide`.
+    Arrays of NumPy and lists become tensors.
     """
-    if len(x) != len(y):
-        raise DataError(f"there are {len(x)} inputs but {len(y)} targets")
+    x, y = _pair("(x, y)", (x, y))
+    if test is not None:
+        test = _pair("test", test)
     if not 0 <= test_fraction < 1:
         raise SettingError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
     try:
@@ -190,6 +199,33 @@ def _shares(random: np.random.RandomState, alpha: float, clients: int) -> np.nda
 
 def _array(values: Any) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _pair(name: str, given: Any) -> tuple[Tensor, Tensor]:
+    """Inputs and targets as tensors of one length."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise DataError(f"{name} must be two tensors, inputs and targets")
+    try:
+        # A copy of an array: torch warns of those that cannot be written to.
+        x, y = (
+            torch.from_numpy(part.copy()) if isinstance(part, np.ndarray) else torch.as_tensor(part) for part in given
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} cannot become tensors: {str(error).splitlines()[0]}") from error
+    if not x.dim() or not y.dim() or len(x) != len(y):
+        lengths = [len(part) if part.dim() else "single" for part in (x, y)]
+        raise DataError(f"there are {lengths[0]} inputs but {lengths[1]} targets in {name}")
+    return x, y
+
+
+def _check_owners(kind: str, labels: Any, owners: Any) -> None:
+    if len(owners) != len(labels):
+        raise DataError(f"{kind}owners has {len(owners)} users for {len(labels)} examples: give one user an example")
+
+
+def _whole(name: str, value: Any) -> int:
+    number: int = convert(Option(name, int, 0), value)
+    return number
 
 
 def _labels(values: Any, name: str) -> np.ndarray:
