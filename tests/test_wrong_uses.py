@@ -68,6 +68,11 @@ USES = {
     "a class for a loss": (lambda: task(loss=nn.MSELoss), "do not run"),
     "an unknown setting": (lambda: task(round=5), "unknown setting of a run 'round'; did you mean 'rounds'"),
     "a setting of an algorithm": (lambda: task(lambda0=1e-5), "unknown setting of a run 'lambda0'"),
+    "a setting of an algorithm for a run": (
+        lambda: fedprior.run(task(), "fedsparse", lambda0=1e-5),
+        r"fedprior.algorithm\('fedsparse', task.network, lambda0=…\)",
+    ),
+    "a number for a callback": (lambda: fedprior.run(task(), progress=3), "progress is a int; give a function"),
     "a wrong value": (lambda: task(rounds="many"), "rounds must be int"),
     "no rounds": (lambda: task(rounds=0), "rounds must be at least 1"),
     "too large a cohort": (lambda: fedprior.run(task(), "fedavg", clients_per_round=9), "there are only 3 clients"),
@@ -121,6 +126,14 @@ def test_a_result_is_a_short_table_in_text_and_html():
     assert page.count("<tr>") == 2
     assert page.count("<td>") == page.count("<th>") > 5
     assert len(page) < 2000
+
+
+def test_a_task_and_an_algorithm_are_a_line_each():
+    mine = task()
+    data = "FederatedData(3 clients, 24 training and 24 test examples, 2 classes)"
+    assert repr(mine) == f"Task('own', Network(Sequential, 50 parameters), {data})"
+    steps = "SGD(lr=0.05) at the clients, closed form at the server"
+    assert repr(fedprior.algorithm("fedavg", mine.network)) == f"Algorithm('fedavg', Gaussian, {steps})"
 
 
 # ---------------------------------------------------------------------- an algorithm of one's own

@@ -4,7 +4,7 @@ But for the server's step on weights, which is the mean for all unless an algori
 are compared should differ in their priors. The paper's Adam is a setting of the paper's tasks (`tasks/named.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -309,6 +309,17 @@ def check_sized(name: str) -> None:
             f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; for a size "
             f"take {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
         )
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> SettingError:
+    """The error for what is no setting of a run; that of an algorithm is given where the algorithm is made."""
+    for owner in ALGORITHMS:
+        if name in algorithm_settings(owner, {}):
+            return SettingError(
+                f"unknown setting of a run {name!r}; algorithms have it: run(task, "
+                f"fedprior.algorithm({owner!r}, task.network, {name}=…))"
+            )
+    return nearest(name, known, "setting of a run")
 
 
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:

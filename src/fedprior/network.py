@@ -69,6 +69,10 @@ class Network:
         object.__setattr__(self, "tied", tied)
         object.__setattr__(self, "norms", batch_norm.find_norms(self.module))
 
+    def __repr__(self) -> str:
+        """Its kind and size; print `module` for its layers."""
+        return f"Network({type(self.module).__name__}, {sum(p.numel() for p in self.module.parameters()):,} parameters)"
+
     def params(self) -> Params:
         """A copy of the module's own parameters."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedprior import locks
-from fedprior.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized
+from fedprior.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized, unknown_setting
 from fedprior.algorithms import algorithm as named_algorithm
 from fedprior.data import FederatedData
 from fedprior.em import Algorithm
@@ -50,6 +50,7 @@ def run(
     if isinstance(algorithm, str):
         algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
     _check_kind(algorithm, Algorithm, "algorithm")
+    _check_progress(progress)
     seed = {} if task.seed is None else {"seed": task.seed}
     chosen = run_settings({**seed, **task.defaults, **settings}, task)
     if out is not None and ranks.first():
@@ -135,6 +136,7 @@ def resume(
     A task or algorithm of your own cannot be read from its config: pass it again.
     """
     folder = RunFolder(Path(path))
+    _check_progress(progress)
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
         if rounds is not None:
@@ -202,6 +204,11 @@ def _check_kind(value: Any, kind: type, what: str) -> None:
         raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
 
 
+def _check_progress(progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise SettingError(f"progress is a {type(progress).__name__}; give a function that takes a round's record")
+
+
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:
     """What a run is about, its settings, and the options of its task and algorithm."""
     config = folder.read_config()
@@ -238,7 +245,7 @@ def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings
     """Settings of a run from text or values; a task with few clients has small cohorts by default."""
     for name in given:
         if name not in RUN_OPTIONS:
-            raise nearest(name, RUN_OPTIONS, "setting of a run")
+            raise unknown_setting(name, RUN_OPTIONS)
     values = {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()}
     if task is not None and "clients_per_round" not in given:
         values["clients_per_round"] = min(Settings.clients_per_round, task.data.clients)

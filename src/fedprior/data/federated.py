@@ -74,6 +74,11 @@ class FederatedData:
     classes: int
     """0: targets are not classes."""
 
+    def __repr__(self) -> str:
+        """How many there are of what, not all examples."""
+        examples = f"{len(self.train.rows):,} training and {len(self.test.rows):,} test examples"
+        return f"FederatedData({self.clients:,} clients, {examples}, {self.classes or 'no'} classes)"
+
     @classmethod
     def from_clients(
         cls, clients: Sequence[ClientData], *, classes: int | None = None, min_examples: int = 2

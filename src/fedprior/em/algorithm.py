@@ -43,6 +43,10 @@ class Algorithm:
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """The parameters of the network that its gates were made for; None: it takes any."""
 
+    def __repr__(self) -> str:
+        """Its name, prior and steps, not every gate."""
+        return f"Algorithm({self.name!r}, {type(self.prior).__name__}, {self.steps})"
+
     def recorded(self) -> dict[str, Any]:
         """What a run's config says of it: its settings or, of one that was built by hand, what it is made of."""
         if self.settings:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprior import keys
+from fedprior.algorithms import unknown_setting
 from fedprior.data import FederatedData
 from fedprior.data.federated import ClientData
 from fedprior.data.images import Scale
@@ -16,7 +17,7 @@ from fedprior.errors import DataError, ModelError, SettingError
 from fedprior.metrics import one_each, with_classes
 from fedprior.models import check_trainable
 from fedprior.network import IGNORED, Loss, Metric, Network, class_dim, cross_entropy
-from fedprior.settings import Option, convert, nearest
+from fedprior.settings import Option, convert
 from fedprior.simulate.run import Settings
 
 
@@ -35,6 +36,10 @@ class Task:
     """How images became inputs, for a task on images: an exported network's inputs need the same."""
     seed: int | None = None
     """That of a named task's partition and first weights; also of a run, unless it says otherwise."""
+
+    def __repr__(self) -> str:
+        """A line, not all examples."""
+        return f"Task({self.name!r}, {self.network!r}, {self.data!r})"
 
 
 def own_task(
@@ -86,7 +91,7 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     known = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
     for name in defaults:
         if name not in known:
-            raise nearest(name, known, "setting of a run")
+            raise unknown_setting(name, known)
     Settings(**{name: convert(known[name], value) for name, value in defaults.items()})
 
 
