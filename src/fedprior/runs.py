@@ -140,6 +140,7 @@ def resume(
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
         if rounds is not None:
+            rounds = convert(RUN_OPTIONS["rounds"], rounds)
             done = len(folder.records())
             if rounds < max(done, 1):
                 raise RunError(f"{folder.path} has {done} rounds already: --rounds must be at least that, got {rounds}")

@@ -7,9 +7,10 @@ import tomllib
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import fedprior
-from fedprior import RunError, SettingError
+from fedprior import FedpriorError, RunError, SettingError
 from fedprior.simulate.early import best
 
 
@@ -114,9 +115,24 @@ def test_more_rounds_are_those_of_a_run_that_had_them_from_the_start(small_task,
     assert longer.summary["rounds"] == 8
 
 
+@pytest.mark.parametrize(
+    ("rounds", "words"), [("many", "rounds must be int"), (6.5, "rounds must be"), (1, "at least")]
+)
+def test_more_rounds_that_are_none(small_task, tmp_path, rounds, words):
+    task = small_task(rounds=2)
+    fedprior.run(task, "fedavg", out=tmp_path / "run")
+    with pytest.raises(FedpriorError, match=words):
+        fedprior.resume(tmp_path / "run", task=task, rounds=rounds)
+
+
 def test_settings_that_make_no_sense(small_task):
     for wrong, words in (({"patience": 0}, "patience must be at least 1"), ({"keep": "all"}, "keep must be last or")):
         with pytest.raises(SettingError, match=words):
             fedprior.run(small_task(), "fedavg", **wrong)
+    unjudged = fedprior.own_task(nn.Linear(2, 2), [(torch.rand(4, 2), torch.arange(4) % 2)], rounds=1)
+    for setting in ({"patience": 1}, {"keep": "best"}, {"keep": "best", "by": "-global_loss"}):
+        with pytest.raises(SettingError, match="needs test examples"):
+            fedprior.run(unjudged, "fedavg", **setting)
+    assert fedprior.run(unjudged, "fedavg", keep="best", by="sparsity").best is not None
     with pytest.raises(SettingError, match="by=recall: an evaluation has no recall; there are "):
         fedprior.run(small_task(), "fedavg", patience=1, by="recall")

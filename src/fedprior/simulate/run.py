@@ -219,6 +219,14 @@ def check_cohort(settings: Settings, clients: int) -> None:
         raise SettingError(f"attackers={settings.attackers} of {clients} clients is nobody: give a larger share")
 
 
+def _check_unjudged(settings: Settings) -> None:
+    """Without test examples no evaluation is better than another."""
+    judged = settings.by == "auto" or settings.by.lstrip("-").startswith(("global_", "local_"))
+    if judged and (settings.patience or settings.keep == "best"):
+        what = "patience" if settings.patience else "keep=best"
+        raise SettingError(f"{what} needs test examples, (x, y, test_x, test_y) a client: there are none to judge by")
+
+
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
@@ -226,6 +234,8 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     algorithm.check_network(network.params())
     check_cohort(settings, data.clients)
     settings.check_schedules(algorithm)
+    if not len(data.test_y):
+        _check_unjudged(settings)
     if settings.weighting == "examples" and len(set(data.train.sizes)) > 1:
         check_takes_weight(algorithm.prior)
     device = settings.resolved_device()
