@@ -44,7 +44,7 @@ def busy(processes: int) -> Iterator[None]:
 
 def run(way: str, arguments: list[str], log: Path) -> tuple[int, str, list[str]]:
     """pytest's exit status, its last line, and the tests that failed."""
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "-rfE", "--tb=short", *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-rfE", "--tb=short", *arguments]
     environment = {key: value for key, value in os.environ.items() if key not in {k for w in WAYS.values() for k in w}}
     with busy(2 if way == "busy" else 0), log.open("w", encoding="utf-8") as file:
         done = subprocess.run(command, cwd=ROOT, env=environment | WAYS[way], stdout=file, stderr=subprocess.STDOUT)
