@@ -655,7 +655,8 @@ def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_p
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
     assert process.returncode == 130
-    assert out.startswith("fedavg: SGD(lr=0.05) at the clients, "), "what is chosen is said first"
+    # What is chosen is said with the first record, just after the checkpoint that the interrupt waited for.
+    assert out == "" or out.startswith("fedavg: SGD(lr=0.05) at the clients, ")
     assert "\x1b" not in out, "no progress bar where there is no terminal"
     assert err.count("\n") == 1
     assert "fedprior resume" in err
