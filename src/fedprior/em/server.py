@@ -41,7 +41,8 @@ def m_step(
     absorbed = lift(algorithm.absorb)(absorbed, uploads)
     if optimiser is None:
         solved: Tree = lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted)
-        return settle(lift(partial(prior.closures, solved=True))(absorbed, solved))  # type: ignore[no-any-return]
+        final: Tree = settle(lift(partial(prior.closures, solved=True))(absorbed, solved))
+        return final
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
 
     def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,8 @@ def m_step(
     optimiser.scale(rate)
     optimiser.step(grads)
     updated: Tree = lift(prior.adjust)(server, {**server, **clone(optimiser.values)})
-    return settle(lift(partial(prior.closures, solved=False))(server, updated))  # type: ignore[no-any-return]
+    final = settle(lift(partial(prior.closures, solved=False))(server, updated))
+    return final
 
 
 def _absorb(
