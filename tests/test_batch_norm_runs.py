@@ -120,6 +120,22 @@ def test_the_server_has_the_statistics_of_the_cohorts_examples():
     assert float(found["count"]) == len(union)
 
 
+def test_deeper_norms_are_measured_on_all_of_a_clients_examples_at_once():
+    """As torch's own running averages of momentum one find them; up to eight batches are one pass."""
+    sim = simulate(clients_per_round=1)
+    module = copy.deepcopy(sim.network.module).train()
+    module.norm1.momentum = 1.0
+    sim.step(evaluate=False)
+    found = sim.server["statistics"]
+    (client,) = (c for c in range(5) if sim.data.train.size(c) == int(found["count"]))
+    examples = sim.data.x[sim.data.train[client]]
+    assert sim.schedule.batch_size < len(examples) <= 8 * sim.schedule.batch_size
+    module(examples)
+    unbiased = len(examples) / (len(examples) - 1)
+    torch.testing.assert_close(found["norm1.running_mean"], module.norm1.running_mean)
+    torch.testing.assert_close(found["norm1.running_var"] * unbiased, module.norm1.running_var)
+
+
 def test_momentum_keeps_a_part_of_what_was_known_but_nothing_of_what_was_not():
     slow, quick = simulate(statistics_momentum=0.25), simulate()
     for round_ in range(2):

@@ -45,26 +45,37 @@ class Statistics:
             raise SettingError(f"statistics_momentum must be above 0 and at most 1, got {self.momentum}")
 
 
+TOGETHER = 8
+"""How many batches are measured as one: fewer passes, and nearer to the client's examples as a whole."""
+
+
 def measure(network: Network, lift: Callable[..., Callable[..., Params]], params: Params, batches: Batches) -> Params:
     """The statistics of a model over a client's batches, and how many examples these are."""
-    parts, counts = [], []
+    one, steps, parts = lift(partial(_of_several, network)), range(len(batches)), []
     with torch.no_grad():
-        for step in range(len(batches)):
-            batch = batches[step]
-            parts.append(lift(partial(_one, network))(params, given(batch)))
-            size = parts[-1][COUNT]
-            counts.append(size if batch.active is None else size * batch.active)
-        count = torch.stack(counts).to(parts[0]["mean"].dtype)
-        mean, variance = (torch.stack([part[name] for part in parts]) for name in ("mean", "variance"))
-        whole = pooled(mean, variance, count.unsqueeze(-1))
-    return {**parted(network.norms, *whole), COUNT: count.sum(0)}
+        for first in steps[::TOGETHER]:
+            chosen = [batches[step] for step in steps[first : first + TOGETHER]]
+            parts.append(one(params, [given(x) | ({} if x.active is None else {"active": x.active}) for x in chosen]))
+        mean, variance, count = (torch.stack([part[name] for part in parts]) for name in ("mean", "variance", COUNT))
+        whole = pooled(mean, variance, count.to(mean.dtype).unsqueeze(-1))
+    return {**parted(network.norms, *whole), COUNT: count.to(mean.dtype).sum(0)}
 
 
-def _one(network: Network, params: Params, batch: Params) -> Params:
-    """Of one batch."""
-    x, weight = batch["x"], batch.get("weight")
+def _of_several(network: Network, params: Params, batches: list[Params]) -> Params:
+    """Of several batches of a client as one; those that it does not train on any more count nothing."""
+    x, weight = torch.cat([batch["x"] for batch in batches]), None
+    if any("weight" in batch or "active" in batch for batch in batches):
+        weight = torch.cat([_weight(batch) for batch in batches])
     size = torch.full((), len(x), device=x.device) if weight is None else weight.sum()
     return {**network.measure(params, x, weight), COUNT: size}
+
+
+def _weight(batch: Params) -> Tensor:
+    """Of each example: 0 where it is padding, or where the client has finished."""
+    x = batch["x"]
+    ones = torch.ones(len(x), dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
+    weight = batch.get("weight", ones)
+    return weight * batch["active"] if "active" in batch else weight
 
 
 class Running:
