@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-everywhere mutants deploy format peers clean
+.PHONY: run test test-everywhere mutants docs deploy format peers clean
 
 run: .venv/ready
 	$(BIN)/fedprior compare mnist-mini --algorithms fedavg,fedsparse
@@ -21,6 +21,10 @@ test-everywhere: .venv/tools
 mutants: .venv/tools
 	$(BIN)/python scripts/mutants.py $(ONLY)
 
+# The site, into site/: a warning is an error. Look at it with `.venv/bin/mkdocs serve`.
+docs: .venv/tools
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # The same algorithm on real machines, all of them this one: a TLS server and three authenticated devices.
 deploy: .venv/tools
 	$(BIN)/python -m fedprior.flower.deploy
@@ -38,7 +42,7 @@ benchmarks/.venv/ready: benchmarks/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf .venv benchmarks/.venv runs
+	rm -rf .venv benchmarks/.venv runs site
 
 # What `make run` needs. constraints.txt pins every version, torch's CPU build
 # among them; the package itself asks for a range. Modules are compiled when they are first used, which saves half a minute.
@@ -50,5 +54,5 @@ clean:
 
 # What the tests, the deployment and an export need besides.
 .venv/tools: .venv/ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub,report,export,tensorboard,flower]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,hub,report,export,tensorboard,flower]'
 	@touch $@
