@@ -31,3 +31,13 @@ def test_issue_templates_have_the_header_that_hosts_read(path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     header = path.read_text(encoding="utf-8").split("---\n")[1]
     assert {"name", "about"} <= yaml.safe_load(header).keys()
+
+
+def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_table_and_two_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 1200
+    first = text.split("\n## ")[0]
+    assert len(first.split()) < 450
+    assert [line.split()[1] for line in first.splitlines() if line.startswith("    make ")] == ["run", "test"]
+    assert first.count("![") == 1
+    assert first.count("| --- |") == 1
