@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "fedprior"
-for name, folder in (("fedprior", SOURCE), ("fedprior.models", SOURCE / "models")):
+for name, folder in (("fedprior", SOURCE), ("fedprior.catalogue.models", SOURCE / "catalogue" / "models")):
     # The kernels and models need torch alone; the package as a whole needs more than a GPU machine may have.
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules.setdefault(name, package)
 
+from fedprior.catalogue.models.lenet5 import LeNet5  # noqa: E402
+from fedprior.catalogue.models.resnet20 import ResNet20  # noqa: E402
 from fedprior.kernels import BatchedKernels, conv  # noqa: E402
 from fedprior.kernels.mode import ROUTES  # noqa: E402
-from fedprior.models.lenet5 import LeNet5  # noqa: E402
-from fedprior.models.resnet20 import ResNet20  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATIENCE = 140

@@ -29,14 +29,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedprior
-from fedprior import keys
-from fedprior.data.federated import FederatedData, Shards
+from fedprior.core import keys
+from fedprior.core.federated import FederatedData, Shards
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.engines.modes import engine
+from fedprior.engines.settings import Settings, build
+from fedprior.engines.stacked import together
 from fedprior.kernels import BatchedKernels, concrete, gates
 from fedprior.kernels.mode import ROUTES
-from fedprior.optimisers import TreeOptimiser
-from fedprior.simulate import together
-from fedprior.simulate.engine import engine
-from fedprior.simulate.run import Settings, build
 
 FREE = {
     "detach",

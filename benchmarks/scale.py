@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import fedprior
-from fedprior.data import FederatedData, dirichlet
-from fedprior.data.federated import Shards
-from fedprior.network import Network
-from fedprior.simulate.engine import engine, mode_of
-from fedprior.simulate.run import Settings, build
+from fedprior.catalogue.data import dirichlet
+from fedprior.core.federated import FederatedData, Shards
+from fedprior.core.network import Network
+from fedprior.engines.modes import engine, mode_of
+from fedprior.engines.settings import Settings, build
 
 EXAMPLES, PIXELS = 8, 256
 

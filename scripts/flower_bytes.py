@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedprior.flower.deploy import APP
 from fedprior.flower.loopback import HOST, Loopback, end_on_signals
-from fedprior.simulate import RunFolder
+from fedprior.runs.folder import RunFolder
 
 JOBS = {
     "dense (fedavg)": ("fedavg", ""),

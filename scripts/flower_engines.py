@@ -18,7 +18,7 @@ import fedprior
 from fedprior.flower import named_job
 from fedprior.flower.deploy import APP
 from fedprior.flower.loopback import Loopback, end_on_signals
-from fedprior.simulate import RunFolder
+from fedprior.runs.folder import RunFolder
 
 ROUNDS = {"simulation": 3, "deployment": 3, "killed": 5}
 

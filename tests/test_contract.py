@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
-from fedprior import keys, trees, wire
+from fedprior import wire
+from fedprior.catalogue.tasks import Task
+from fedprior.core import keys, trees
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.settings import Settings, build
+from fedprior.engines.stacked.together import Together
 from fedprior.priors import Prior
-from fedprior.simulate.round import Simulation
-from fedprior.simulate.run import Settings, build
-from fedprior.simulate.together import Together
-from fedprior.tasks import Task
 
 NAMES = list(fedprior.ALGORITHMS)
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.

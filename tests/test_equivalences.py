@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
-from fedprior import keys
+from fedprior.catalogue.tasks import Task
+from fedprior.core import keys
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.optimisers import Optimiser
 from fedprior.em import Algorithm
-from fedprior.keys import Purpose, Turn
-from fedprior.optimisers import Optimiser
+from fedprior.engines.batches import ClientBatches, Schedule
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
-from fedprior.simulate.batches import ClientBatches, Schedule
-from fedprior.tasks import Task
 from fedprior.units import UnitGating, find_structure
 
 SGD = Optimiser("SGD", {"lr": 0.1})

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedprior import frontier
 from fedprior.report import pareto
 from fedprior.report.records import Group, Run, find_runs, group_runs
-from fedprior.reproduce import experiment, plan
-from fedprior.reproduce.results import read_results
-from fedprior.specs import differences
+from fedprior.runs.specs import differences
+from fedprior_experiments import frontier
+from fedprior_experiments.reproduce import experiment, plan
+from fedprior_experiments.reproduce.results import read_results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"

@@ -3,7 +3,7 @@
 Cohorts of 15, because the median breaks down where half of a cohort is hostile, which one of 10 often meets by chance;
 clients that are alike, because the median of unlike clients is biased and takes longer to recover; rounds until flat.
 A small network, because the attack does not ask for the architecture; clients trained together, which is a quarter of
-the time and, as `simulate/test_together.py` holds, the same numbers.
+the time and, as `engines/test_together.py` holds, the same numbers.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fedprior
-from fedprior.errors import DivergedError
-from fedprior.network import Network
+from fedprior.core.errors import DivergedError
+from fedprior.core.network import Network
 
 SETTINGS = {"rounds": 16, "evaluate_every": 16, "clients_per_round": 15, "mode": "vectorised", "device": "cpu"}
 

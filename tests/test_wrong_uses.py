@@ -111,7 +111,7 @@ def test_a_task_and_a_run_leave_the_module_as_it_is(training):
         result = fedprior.run(mine, name)
         fedprior.evaluate(result)
     mine.network.predict(mine.network.params(), X)
-    mine.network.training_losses(mine.network.params(), X, Y, fedprior.keys.key(0))
+    mine.network.training_losses(mine.network.params(), X, Y, fedprior.core.keys.key(0))
     assert [part.training for part in model] == [training, not training, training, training]
     assert model.training == training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

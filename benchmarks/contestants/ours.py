@@ -8,9 +8,9 @@ import torch
 import fedprior
 from contestants.tasks import LR, Task
 from contestants.turns import Turns
-from fedprior.data.federated import FederatedData, Shards
-from fedprior.simulate.engine import engine, mode_of
-from fedprior.simulate.run import Settings, build
+from fedprior.core.federated import FederatedData, Shards
+from fedprior.engines.modes import engine, mode_of
+from fedprior.engines.settings import Settings, build
 
 
 def play(

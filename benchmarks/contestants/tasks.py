@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedprior.models import LeNet5, ResNet20
+from fedprior.catalogue.models import LeNet5, ResNet20
 
 LR = 0.05
 

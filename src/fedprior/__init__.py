@@ -9,20 +9,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedprior.errors import DataError, DivergedError, FedpriorError, ModelError, RunError, SettingError, WireError
+from fedprior.core.errors import DataError, DivergedError, FedpriorError, ModelError, RunError, SettingError, WireError
 from fedprior.version import __version__
 
 if TYPE_CHECKING:
-    from fedprior.algorithms import ALGORITHMS, algorithm
-    from fedprior.data import PARTITIONS, FederatedData, clients_from, divide
-    from fedprior.deploy import evaluate, export
+    from fedprior.catalogue.algorithms import ALGORITHMS, algorithm
+    from fedprior.catalogue.data import PARTITIONS, clients_from, divide
+    from fedprior.catalogue.tasks import TASKS, Task, own_task, task
+    from fedprior.core.federated import FederatedData
+    from fedprior.core.network import Network
+    from fedprior.core.optimisers import Optimiser
     from fedprior.em import Algorithm
-    from fedprior.network import Network
-    from fedprior.optimisers import Optimiser
     from fedprior.priors import Prior
-    from fedprior.runs import resume, run
-    from fedprior.simulate import STOP, Result
-    from fedprior.tasks import TASKS, Task, own_task, task
+    from fedprior.runs import STOP, Result, resume, run
+    from fedprior.trained.export import evaluate, export
 
 __all__ = [
     "ALGORITHMS",
@@ -56,16 +56,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "algorithms": ("ALGORITHMS", "algorithm"),
-    "data": ("PARTITIONS", "FederatedData", "clients_from", "divide"),
-    "deploy": ("evaluate", "export"),
+    "catalogue.algorithms": ("ALGORITHMS", "algorithm"),
+    "catalogue.data": ("PARTITIONS", "clients_from", "divide"),
+    "catalogue.tasks": ("TASKS", "Task", "own_task", "task"),
+    "core.federated": ("FederatedData",),
+    "core.network": ("Network",),
+    "core.optimisers": ("Optimiser",),
     "em": ("Algorithm",),
-    "network": ("Network",),
-    "optimisers": ("Optimiser",),
     "priors": ("Prior",),
-    "runs": ("resume", "run"),
-    "simulate": ("STOP", "Result"),
-    "tasks": ("TASKS", "Task", "own_task", "task"),
+    "runs": ("STOP", "Result", "resume", "run"),
+    "trained.export": ("evaluate", "export"),
 }
 """Which module has what. They import torch, which takes seconds, and are imported when first asked for."""
 

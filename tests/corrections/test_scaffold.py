@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import fedprior
-from fedprior import keys
-from fedprior.data.embedded import mnist_mini
-from fedprior.keys import Purpose, Turn
-from fedprior.models import LogisticRegression
-from fedprior.simulate.batches import ClientBatches, Schedule
-from fedprior.tasks import Task
+from fedprior.catalogue.data.embedded import mnist_mini
+from fedprior.catalogue.models import LogisticRegression
+from fedprior.catalogue.tasks import Task
+from fedprior.core import keys
+from fedprior.core.keys import Purpose, Turn
+from fedprior.engines.batches import ClientBatches, Schedule
 
 
 def small_task() -> Task:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior.simulate import Settings
+from fedprior.engines.settings import Settings
 
 
 @pytest.fixture

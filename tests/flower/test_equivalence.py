@@ -11,10 +11,9 @@ from local_grid import LocalGrid
 from torch import nn
 
 import fedprior
-from fedprior import trees
+from fedprior.core import trees
+from fedprior.engines.settings import Settings, build
 from fedprior.flower import HardEM, Job, Server, client_app, own_job
-from fedprior.simulate import Settings
-from fedprior.simulate.run import build
 
 RUN = "0123456789abcdef"
 COUNTED = ("round", "bytes_up", "bytes_down", "floored", "global_accuracy", "sparsity")

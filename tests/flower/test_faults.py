@@ -16,7 +16,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from local_grid import LocalGrid
 
-from fedprior import RunError, WireError, trees, wire
+from fedprior import RunError, WireError, wire
+from fedprior.core import trees
 from fedprior.flower import HardEM, Limits, Server, messages
 from fedprior.flower.memory import check_run
 from fedprior.flower.messages import ARRAY, NUMBERS, WIRE

@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 import fedprior
 from fedprior import RunError, SettingError
+from fedprior.engines.batches import ClientBatches
 from fedprior.flower import Limits, named_job, own_job
 from fedprior.flower.certificates import make_certificates
-from fedprior.simulate.batches import ClientBatches
 
 NAMED = {"task": "mnist-mini", "algorithm": "fedsparse", "settings": "clients=4; lambda0=1e-5; rounds=7; seed=3"}
 
@@ -26,7 +26,7 @@ def test_named_job_is_what_fedprior_run_would_train():
     assert (job.clients, job.settings.rounds, job.settings.seed, job.settings.batch_size) == (4, 7, 3, 10)
     assert job.algorithm.settings["lambda0"] == 1e-5
     assert str(job.algorithm.settings["server_threshold_optimiser"]) == "Adamax(lr=0.0175)"  # the task's own setting
-    key = fedprior.keys.key(1)
+    key = fedprior.core.keys.key(1)
     x, y, test_x, test_y = job.part(2)
     assert torch.equal(x, task.data.x[task.data.train[2]])
     assert torch.equal(test_y, task.data.test_y[task.data.test[2]])

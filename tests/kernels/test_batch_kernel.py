@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from fedprior.batch_norm import moments
+from fedprior.core.batch_norm import moments
 from fedprior.kernels.batch_norm import _plain, batch_norm
 
 SHAPES = [(2, 3, 4, 5, 3), (3, 1, 6, 4, 4), (1, 20, 2, 40, 60), (2, 5, 7)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from fedprior import keys
+from fedprior.core import keys
 from fedprior.kernels import draws
 
 

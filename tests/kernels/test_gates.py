@@ -8,9 +8,9 @@ import torch
 from torch.func import grad, vmap
 
 import fedprior
-from fedprior import keys
+from fedprior.catalogue.models import LeNet5, ResNet20
+from fedprior.core import keys
 from fedprior.kernels import concrete, gates
-from fedprior.models import LeNet5, ResNet20
 from fedprior.priors import thresholds
 
 LAYERS = (gates.Gated(5, 2), gates.Gated(3, 1), gates.Gated(4, 3), gates.Gated(2, 1))

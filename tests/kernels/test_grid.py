@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import fedprior.kernels
-from fedprior import keys
+from fedprior.core import keys
 from fedprior.kernels import BatchedKernels, concrete, draws, gates
 from fedprior.kernels.launch import row_grid
 

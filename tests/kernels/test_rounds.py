@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior import trees
+from fedprior.core import trees
 from fedprior.kernels import BatchedKernels
 from fedprior.kernels.mode import ROUTES
 
@@ -25,7 +25,7 @@ def on_kernels(device, monkeypatch):
     """Where there is no GPU, its kernels are interpreted."""
     if device == "cpu":
         monkeypatch.setattr("fedprior.kernels.usable", lambda x: x.dtype == torch.float32)
-        monkeypatch.setattr("fedprior.keys._in_kernel", lambda key: True)
+        monkeypatch.setattr("fedprior.core.keys._in_kernel", lambda key: True)
         # Convolutions, which have tests of their own, are slow to interpret.
         routes = {function: route for function, route in ROUTES.items() if route is not BatchedKernels.conv2d}
         monkeypatch.setattr("fedprior.kernels.routed", lambda x: BatchedKernels(True, routes))

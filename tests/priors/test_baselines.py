@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
-from fedprior import keys
-from fedprior.models import LeNet5
-from fedprior.network import Network
+from fedprior.catalogue.models import LeNet5
+from fedprior.core import keys
+from fedprior.core.network import Network
+from fedprior.core.trees import Params, stack
 from fedprior.priors import FixedGates, GroupLasso, Mixture
-from fedprior.trees import Params, stack
 from fedprior.units import UnitGating, find_structure
 
 

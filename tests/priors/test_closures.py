@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior.network import Network
+from fedprior.core.network import Network
 from fedprior.priors import SpikeSlab
 from fedprior.priors.thresholds import thresholds_for
 

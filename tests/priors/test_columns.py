@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedprior import keys
+from fedprior.core import keys
+from fedprior.core.trees import Tree
 from fedprior.priors import SpikeSlab
 from fedprior.priors.thresholds import thresholds_for
-from fedprior.trees import Tree
 from fedprior.units import UnitGating, find_structure
 
 FIRST, SECOND = "0", "2"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior import trees
+from fedprior.core import trees
 
 SERVER = "Adam(lr=0.01)"
 CASES = {

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedprior import keys
+from fedprior.core import keys
+from fedprior.core.trees import Params, Tree, stack
 from fedprior.priors import SpikeSlab
 from fedprior.priors.thresholds import CLOSED, NO_THRESHOLD, OPEN, logits_and_gates, thresholds_for
-from fedprior.trees import Params, Tree, stack
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 T, LAMBDA0, KAPPA = 0.2, 0.03, 0.4

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprior import keys
-from fedprior.errors import SettingError
+from fedprior.core import keys
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Params, Tree, stack
 from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, SpikeSlab
 from fedprior.priors.base import Prior
 from fedprior.priors.gated import gated_mean
 from fedprior.priors.tuned import tuned
-from fedprior.trees import Params, Tree, stack
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 

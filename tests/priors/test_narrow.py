@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedprior
-from fedprior import keys, trees
-from fedprior.errors import FedpriorWarning, SettingError
-from fedprior.models import LeNet5, ResNet20, initialise
-from fedprior.network import Network
+from fedprior.catalogue.models import LeNet5, ResNet20, initialise
+from fedprior.core import keys, trees
+from fedprior.core.errors import FedpriorWarning, SettingError
+from fedprior.core.network import Network
+from fedprior.engines.settings import Settings
 from fedprior.priors import Narrow
 from fedprior.priors.tuned import tuned
-from fedprior.simulate.run import Settings
 from fedprior.units import UnitGating, find_structure
 
 

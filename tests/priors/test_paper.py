@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedprior
-from fedprior import keys
-from fedprior.keys import Purpose, Turn
-from fedprior.simulate.batches import ClientBatches, Schedule
+from fedprior.core import keys
+from fedprior.core.keys import Purpose, Turn
+from fedprior.engines.batches import ClientBatches, Schedule
 
 T, KAPPA, START, EPSILON = 1e-3, 1e-4, 0.99, 0.1
 LOCAL_LR = 0.05

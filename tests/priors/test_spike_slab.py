@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedprior import keys
-from fedprior.models import LeNet5
+from fedprior.catalogue.models import LeNet5
+from fedprior.core import keys
+from fedprior.core.trees import Params, Tree, stack
 from fedprior.priors import SpikeSlab
 from fedprior.priors.thresholds import hard_concrete
-from fedprior.trees import Params, Tree, stack
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 T = 0.2  # softer than the paper's, so that nothing saturates and every term matters

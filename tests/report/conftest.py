@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fedprior.simulate.folder import to_toml
+from fedprior.runs.folder import to_toml
 
 
 def write_run(

@@ -3,7 +3,6 @@
 import json
 import tomllib
 
-from fedprior.repeat import repeat_command
 from fedprior.report.names import told_apart
 from fedprior.report.page import page
 from fedprior.report.page_data import page_data
@@ -11,7 +10,8 @@ from fedprior.report.records import group_runs, read_run
 from fedprior.report.tables import comma_separated, latex, markdown
 from fedprior.report.watch import look
 from fedprior.report.write import gather
-from fedprior.simulate.folder import to_toml
+from fedprior.runs.folder import to_toml
+from fedprior.runs.repeat import repeat_command
 
 
 def set_in(folder, table, **settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedprior
-from fedprior.errors import RunError
+from fedprior.core.errors import RunError
 from fedprior.report import find_runs, read_run
 from fedprior.report.page import page
 from fedprior.report.tables import comma_separated, latex, markdown

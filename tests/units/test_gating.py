@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedprior.errors import SettingError
-from fedprior.models import LeNet5, ResNet20
-from fedprior.trees import Gates, Params
+from fedprior.catalogue.models import LeNet5, ResNet20
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
 

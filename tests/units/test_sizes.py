@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprior.errors import ModelError
+from fedprior.core.errors import ModelError
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 

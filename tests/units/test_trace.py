@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedprior.errors import ModelError
-from fedprior.models import LeNet5, LogisticRegression, ResNet20
-from fedprior.trees import Gates, Params
+from fedprior.catalogue.models import LeNet5, LogisticRegression, ResNet20
+from fedprior.core.errors import ModelError
+from fedprior.core.trees import Gates, Params
 from fedprior.units import Reader, Structure, UnitGating, find_structure
 from fedprior.units.operations import ZERO_PRESERVING_MODULES
 

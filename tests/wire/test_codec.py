@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedprior.errors import WireError
-from fedprior.models import LeNet5, LogisticRegression
-from fedprior.trees import Gates, Params, Tree, leaves
+from fedprior.catalogue.models import LeNet5, LogisticRegression
+from fedprior.core.errors import WireError
+from fedprior.core.trees import Gates, Params, Tree, leaves
 from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 from fedprior.wire import HEADER_BYTES, Layout, Section, decode, encode, message_bytes
 

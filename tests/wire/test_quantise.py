@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import fedprior
-from fedprior import keys, trees
+from fedprior.core import keys, trees
 from fedprior.units import WeightGating
 from fedprior.wire import Layout, Section, Wire, quantise, restore
 from small_world import small_net

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedprior.errors import WireError
+from fedprior.core.errors import WireError
 from fedprior.wire import FORMATS, HEADER_BYTES, Layout, Section, count_bytes, decode, encode, quantise, rice
 
 PLAIN = Layout({"weights": Section({"w": (2, 3), "b": (2,)})}, {}, direction="down", wiring="w reads nothing")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import vmap
 
-from fedprior.errors import WireError
+from fedprior.core.errors import WireError
 from fedprior.wire import rice
 
 LEVELS = [7, 127]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_codec import LAYOUTS, NAMES, make_message, memory_of_refusal, sizes, survivors
 from torch.func import vmap
 
-from fedprior.errors import WireError
-from fedprior.models import LeNet5
-from fedprior.trees import leaves
+from fedprior.catalogue.models import LeNet5
+from fedprior.core.errors import WireError
+from fedprior.core.trees import leaves
 from fedprior.units import UnitGating, WeightGating, find_structure
 from fedprior.wire import (
     FORMATS,

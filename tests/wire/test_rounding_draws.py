@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedprior import keys
+from fedprior.core import keys
 from fedprior.wire import Layout, Section, quantise, restore
 
 MANY = 4096

@@ -9,7 +9,7 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
-from fedprior.errors import DataError
+from fedprior.core.errors import DataError
 from fedprior.flower import Job, named_job, own_job
 from fedprior.flower.apps import client_number
 

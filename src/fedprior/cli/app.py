@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from fedprior.cli import experiments, results, train
 from fedprior.cli.terminal import console, errors
-from fedprior.errors import FedpriorError, FedpriorWarning, SettingError
+from fedprior.core.errors import FedpriorError, FedpriorWarning, SettingError
 from fedprior.version import __version__
 
 app = typer.Typer(
@@ -48,8 +48,8 @@ def tasks_command() -> None:
     """List the tasks."""
     from rich.table import Table
 
-    from fedprior.settings import plain
-    from fedprior.tasks import TASKS, task_options
+    from fedprior.catalogue.tasks import TASKS, task_options
+    from fedprior.core.options import plain
 
     table = Table("task", "what", "options")
     for name, build in TASKS.items():
@@ -63,8 +63,8 @@ def algorithms_command() -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from fedprior.algorithms import ALGORITHMS, algorithm_settings, entry
-    from fedprior.settings import plain
+    from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings, entry
+    from fedprior.core.options import plain
 
     for name in ALGORITHMS:
         settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
@@ -95,7 +95,7 @@ def _joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
-    from fedprior.simulate import ranks
+    from fedprior.engines import ranks
 
     with ranks.joined():
         console.quiet = errors.quiet = not ranks.first()

@@ -19,7 +19,7 @@ from fedprior.cli.options import (
     sparsities_in,
 )
 from fedprior.cli.terminal import bar, console, name_diverged
-from fedprior.errors import DivergedError
+from fedprior.core.errors import DivergedError
 
 EXPERIMENTS = "cifar10, cifar100, femnist, scaffold, mnist-mini"
 SPARSITIES = "0,0.5,0.7,0.8,0.9,0.95"
@@ -44,7 +44,7 @@ def reproduce_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
-    from fedprior.reproduce import read_seeds, reproduce
+    from fedprior_experiments.reproduce import read_seeds, reproduce
 
     given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
     given |= pairs(all_settings(set_, data_dir, wire))
@@ -74,12 +74,12 @@ def frontier_command(
     Where the paper has the same experiment its points are drawn as crosses. Started again with the same --out, finished
     runs are kept and the others go on.
     """
-    from fedprior import frontier
-    from fedprior.files import write_atomically
+    from fedprior.core.files import write_atomically
+    from fedprior.engines import ranks
     from fedprior.report import pareto
     from fedprior.report.figures import NoMatplotlibError, save
     from fedprior.report.records import group_runs
-    from fedprior.simulate import ranks
+    from fedprior_experiments import frontier
 
     folder = out or Path("runs") / f"frontier-{task}"
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
 
 Set = Annotated[
     list[str],

@@ -30,8 +30,8 @@ def report_command(
     ] = None,
 ) -> None:
     """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
-    from fedprior.repeat import repeat_command
     from fedprior.report.write import write_report
+    from fedprior.runs.repeat import repeat_command
 
     written, broken = write_report(folders, out, figures_to=figures, tables_to=tables, repeat=repeat_command)
     for one in broken:
@@ -60,9 +60,9 @@ def export_command(
     ] = 8,
 ) -> None:
     """Write the run's network without its closed units, as plain torch and as ONNX."""
-    from fedprior import deploy
+    from fedprior.trained.export import export
 
-    found = deploy.export(run, to, personalise=personalise, onnx=onnx, align=align)
+    found = export(run, to, personalise=personalise, onnx=onnx, align=align)
     console.print(_sizes_table(found))
     console.print(f"milliseconds: {found['timing']}")
     units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
@@ -84,8 +84,8 @@ def predict_command(
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this CSV file.")] = None,
 ) -> None:
     """Classify images or arrays with an exported model."""
-    from fedprior.compact.predict import predict
-    from fedprior.files import write_atomically
+    from fedprior.core.files import write_atomically
+    from fedprior.trained.compact.predict import predict
 
     found = predict(model, inputs, resize=resize)
     table = _table("input", "class", "probability")
@@ -112,9 +112,9 @@ def evaluate_command(
     personalise: Client = None,
 ) -> None:
     """Measure a run's network, or with --personalise one client's own beside it."""
-    from fedprior import deploy
+    from fedprior.trained.export import evaluate
 
-    found = deploy.evaluate(run, data=data, personalise=personalise)
+    found = evaluate(run, data=data, personalise=personalise)
     names = [name for name in found if name not in ("title", "examples", "accuracy", "loss", "by_class", "server")]
     table = _table("model", "examples", "accuracy", "loss", *names)
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])

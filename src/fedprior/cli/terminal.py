@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior.errors import DivergedError
+from fedprior.core.errors import DivergedError
 
 if TYPE_CHECKING:
-    from fedprior.progress import RunProgress
-    from fedprior.specs import Spec
-    from fedprior.sweeps import Outcome
+    from fedprior.report.progress import RunProgress
+    from fedprior.runs.specs import Spec
+    from fedprior.runs.sweeps import Outcome
 
 # What is piped to a file need not fit a terminal of 80 columns.
 # Labels and paths are shown as they are, brackets and all.
@@ -22,7 +22,7 @@ errors = Console(stderr=True)
 
 def bar(group: "list[Spec]", rounds: int) -> "RunProgress":
     """One bar for specs that train together."""
-    from fedprior.progress import RunProgress
+    from fedprior.report.progress import RunProgress
 
     label = group[0].label if len(group) == 1 else f"{group[0].algorithm} × {len(group)}"
     return RunProgress(console, label, rounds)
@@ -41,11 +41,11 @@ def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
     """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
-    from fedprior.files import write_atomically
-    from fedprior.repeat import repeat_command
+    from fedprior.core.files import write_atomically
+    from fedprior.engines import ranks
     from fedprior.report import markdown_table, summary_table
     from fedprior.report.write import write_report
-    from fedprior.simulate import ranks
+    from fedprior.runs.repeat import repeat_command
 
     console.print(summary_table(summaries))
     if ranks.first():

@@ -25,13 +25,13 @@ from fedprior.cli.options import (
     seeds_in,
 )
 from fedprior.cli.terminal import bar, conclude, console, name_diverged
-from fedprior.errors import DivergedError, SettingError
+from fedprior.core.errors import DivergedError, SettingError
 
 if TYPE_CHECKING:
+    from fedprior.catalogue.tasks import Task
     from fedprior.em import Algorithm
-    from fedprior.simulate import Result
-    from fedprior.simulate.run import Settings
-    from fedprior.tasks import Task
+    from fedprior.engines.settings import Settings
+    from fedprior.runs.drive import Result
 
 
 def run_command(
@@ -55,14 +55,14 @@ def run_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train one algorithm on one task."""
-    from fedprior import runs
     from fedprior.report import summary_table
+    from fedprior.runs import start
 
     size = asked_size(sparsity, max_parameters, budget)
     if algorithm is None and (size or budget):
         _say_narrow()
     algorithm = algorithm or ("fednarrow" if size or budget else "fedavg")
-    folder = out or runs.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{seed}")
+    folder = out or start.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{seed}")
     result = _run(
         task,
         [algorithm],
@@ -102,7 +102,7 @@ def compare_command(
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
     """Train several algorithms on one task and print one table."""
-    from fedprior import runs
+    from fedprior.runs import start
 
     size = asked_size(sparsity, max_parameters, budget)
     if algorithms is None and (size or budget):
@@ -111,7 +111,7 @@ def compare_command(
     names = names_in(algorithms)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
-    folder = out or runs.unused_folder(Path("runs") / f"compare-{_short(task)}")
+    folder = out or start.unused_folder(Path("runs") / f"compare-{_short(task)}")
     _check_unused([folder])
     folders = [folder / name for name in names]
     settings = [*all_settings(set_, data_dir, wire), *size]
@@ -138,10 +138,10 @@ def sweep_command(
 
     A sweep that was stopped goes on when it is started again with the same --out.
     """
-    from fedprior import runs, sweeps
-    from fedprior.simulate import RunFolder
+    from fedprior.runs import start, sweeps
+    from fedprior.runs.folder import RunFolder
 
-    chosen = out or runs.unused_folder(Path("runs") / f"sweep-{_short(task)}")
+    chosen = out or start.unused_folder(Path("runs") / f"sweep-{_short(task)}")
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
@@ -158,16 +158,16 @@ def resume_command(
     rounds: Annotated[int | None, typer.Option(help="Go on to so many rounds in all.")] = None,
 ) -> None:
     """Go on where a run was stopped, or with more rounds."""
-    from fedprior import runs
-    from fedprior.progress import RunProgress
     from fedprior.report import summary_table
-    from fedprior.simulate import RunFolder
+    from fedprior.report.progress import RunProgress
+    from fedprior.runs import start
+    from fedprior.runs.folder import RunFolder
 
     folder = RunFolder(run)
-    about, settings, _, _ = runs.read_config(folder)
+    about, settings, _, _ = start.read_config(folder)
     with RunProgress(console, about["label"], rounds or settings.rounds) as progress:
         progress.catch_up(folder.records())
-        result = runs.resume(run, rounds=rounds, progress=progress)
+        result = start.resume(run, rounds=rounds, progress=progress)
     console.print(summary_table([result.summary]))
 
 
@@ -185,19 +185,19 @@ def _run(
     budget: str | None = None,
 ) -> "list[Result]":
     """Check everything first, then train one after the other."""
-    from fedprior import runs
-    from fedprior.algorithms import algorithm as named_algorithm
-    from fedprior.budget import read_bytes
-    from fedprior.progress import RunProgress
+    from fedprior.catalogue.algorithms import algorithm as named_algorithm
+    from fedprior.catalogue.tasks import task as named_task
+    from fedprior.report.progress import RunProgress
     from fedprior.report.tensorboard import TensorBoard
-    from fedprior.tasks import task as named_task
+    from fedprior.runs import start
+    from fedprior.runs.budget import read_bytes
 
-    for_run, for_task, for_algorithms = runs.sort_settings(pairs(set_), task, names)
+    for_run, for_task, for_algorithms = start.sort_settings(pairs(set_), task, names)
     options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
     _check_unused(folders)
-    built = named_task(task, seed=runs.run_settings(given).seed, **for_task)
-    settings = runs.run_settings({**built.defaults, **given}, built)
+    built = named_task(task, seed=start.run_settings(given).seed, **for_task)
+    settings = start.run_settings({**built.defaults, **given}, built)
     own = {name: {**built.algorithms.get(name, {}), **for_algorithms[name]} for name in names}
     if budget is not None:
         _stay_within(read_bytes(budget), built, own, settings)
@@ -208,14 +208,14 @@ def _run(
         with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
             progress.opening = f"{one.name}: {one.steps}, batches of {settings.batch_size}"
-            results.append(runs.run(built, one, out=folder, label=label, progress=progress, **given))
+            results.append(start.run(built, one, out=folder, label=label, progress=progress, **given))
     return results
 
 
 def _stay_within(budget: int, task: "Task", own: dict[str, dict[str, Any]], settings: "Settings") -> None:
     """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
-    from fedprior.algorithms import check_sized, sized
-    from fedprior.budget import sparsity_for
+    from fedprior.catalogue.algorithms import check_sized, sized
+    from fedprior.runs.budget import sparsity_for
 
     able = [name for name in own if sized(name)]
     if not able:
@@ -236,20 +236,21 @@ def _say_narrow() -> None:
 
 
 def _with_sparsity(name: str, task: "Task", own: dict[str, Any], sparsity: float) -> "Algorithm":
-    from fedprior.algorithms import algorithm as named_algorithm
+    from fedprior.catalogue.algorithms import algorithm as named_algorithm
 
     return named_algorithm(name, task.network, **{**own, "sparsity": sparsity})
 
 
 def _short(task: str) -> str:
-    from fedprior.tasks import short
+    from fedprior.catalogue.tasks import short
 
     return short(task)
 
 
 def _check_unused(folders: list[Path]) -> None:
     """Before anything is computed; of several ranks only the first makes folders."""
-    from fedprior.simulate import RunFolder, ranks
+    from fedprior.engines import ranks
+    from fedprior.runs.folder import RunFolder
 
     for folder in folders if ranks.first() else []:
         RunFolder(folder).check_unused()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedprior.trees import Gates, Params, Tree
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.wire import Layout
 
 Support = Callable[[Gates], Params]

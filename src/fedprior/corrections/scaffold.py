@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import mean
 from fedprior.corrections.base import Correction, Support
-from fedprior.trees import Params, Tree
-from fedprior.weighting import mean
 from fedprior.wire import Layout, Section
 
 NEGLIGIBLE = 2.0**-16

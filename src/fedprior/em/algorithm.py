@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedprior import wire
+from fedprior.core.errors import SettingError
+from fedprior.core.optimisers import NOT_ELEMENTWISE, Optimiser
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.corrections import Correction
 from fedprior.em import statistics as norm_statistics
 from fedprior.em.statistics import Statistics
-from fedprior.errors import SettingError
-from fedprior.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.priors import Prior
-from fedprior.trees import Gates, Params, Tree
 from fedprior.wire import Layout, Wire
 
 

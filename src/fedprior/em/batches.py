@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedprior.trees import Params
+from fedprior.core.trees import Params
 
 
 class Batch(NamedTuple):

@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedprior import keys, wire
+from fedprior import wire
+from fedprior.core import keys
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.network import Network
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.trees import Gates, Params, Tree, clone, tree_map
 from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batches import Batches, given
 from fedprior.em.lifting import gradient_of, lifting
 from fedprior.em.statistics import Running
-from fedprior.keys import Purpose, Turn
-from fedprior.network import Network
-from fedprior.optimisers import TreeOptimiser
 from fedprior.priors import Prior
-from fedprior.trees import Gates, Params, Tree, clone, tree_map
 
 Tamper = Callable[[Tree, Tree], Tree]
 """A hostile client's change to its variables before it commits, given them and its packet."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.trees import Tree, leaves, tree_map
+from fedprior.core.trees import Tree, leaves, tree_map
 
 
 def lifting(vectorised: bool) -> Callable[[Any], Any]:

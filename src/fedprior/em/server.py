@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.trees import Tree, clone
+from fedprior.core.weighting import mean
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.lifting import as_is, gradient_of, lifting
-from fedprior.optimisers import TreeOptimiser
-from fedprior.trees import Tree, clone
-from fedprior.weighting import mean
 
 
 def m_step(

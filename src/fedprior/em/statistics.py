@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedprior.batch_norm import COUNT, MEAN, Norm, joint, parted, pooled
+from fedprior.core.batch_norm import COUNT, MEAN, Norm, joint, parted, pooled
+from fedprior.core.errors import SettingError
+from fedprior.core.network import Network
+from fedprior.core.trees import Gates, Params
 from fedprior.em.batches import Batch, Batches, given
-from fedprior.errors import SettingError
-from fedprior.network import Network
-from fedprior.trees import Gates, Params
 from fedprior.wire import Section
 
 KINDS = ("shared", "local", "batch")

@@ -13,19 +13,19 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.utils import get_flwr_home
 from rich.console import Console
 
-from fedprior.data.federated import ClientData
-from fedprior.errors import DataError, FedpriorError, RunError
+from fedprior.core.errors import DataError, FedpriorError, RunError
+from fedprior.core.federated import ClientData
+from fedprior.core.locks import alone_in
+from fedprior.engines.server import Record, learned
 from fedprior.flower import checkpoint, messages
 from fedprior.flower.job import MAY_CHANGE, SIMULATOR_ONLY, Job, Limits
 from fedprior.flower.node import Node
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
-from fedprior.locks import alone_in
 from fedprior.report import summary_table
-from fedprior.runs import unused_folder
-from fedprior.simulate.folder import RunFolder, checksum
-from fedprior.simulate.server import Record, learned
-from fedprior.specs import differences
+from fedprior.runs.folder import RunFolder, checksum
+from fedprior.runs.specs import differences
+from fedprior.runs.start import unused_folder
 
 log = logging.getLogger("flwr")
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fedprior import storage
+from fedprior.core import storage
 from fedprior.flower.server import Server
 
 FORMAT = "fedprior-flower-checkpoint-1"

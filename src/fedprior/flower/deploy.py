@@ -17,12 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior.errors import FedpriorError, RunError
+from fedprior.core.errors import FedpriorError, RunError
 from fedprior.flower.job import named_job
 from fedprior.flower.loopback import Loopback, end_on_signals
 from fedprior.report import summary_table
-from fedprior.runs import unused_folder
-from fedprior.simulate import RunFolder
+from fedprior.runs.folder import RunFolder
+from fedprior.runs.start import unused_folder
 
 JOB = {"task": "mnist-mini", "algorithm": "fedsparse"}
 SETTINGS = "local_steps=60"

@@ -7,24 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedprior import runs
-from fedprior.algorithms import algorithm as named_algorithm
-from fedprior.algorithms import algorithm_settings
-from fedprior.data import FederatedData
-from fedprior.data.federated import ClientData
+from fedprior.catalogue.algorithms import algorithm as named_algorithm
+from fedprior.catalogue.algorithms import algorithm_settings
+from fedprior.catalogue.tasks import task as named_task
+from fedprior.catalogue.tasks.base import check_metrics
+from fedprior.core.errors import DataError, SettingError
+from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.metrics import with_classes
+from fedprior.core.network import Loss, Metric, Network, cross_entropy
+from fedprior.core.options import Option, convert, nearest, plain
+from fedprior.core.trainable import check_statistics, check_trainable
+from fedprior.core.weighting import check_takes_weight
 from fedprior.em import Algorithm
-from fedprior.errors import DataError, SettingError
-from fedprior.metrics import with_classes
-from fedprior.models import check_statistics, check_trainable
-from fedprior.network import Loss, Metric, Network, cross_entropy
-from fedprior.settings import Option, convert, nearest, plain
-from fedprior.simulate import Settings
-from fedprior.simulate.batches import Schedule
-from fedprior.simulate.run import check_cohort
-from fedprior.tasks import task as named_task
-from fedprior.tasks.base import check_metrics
+from fedprior.engines.batches import Schedule
+from fedprior.engines.settings import Settings, check_cohort
+from fedprior.runs import start
 from fedprior.version import __version__
-from fedprior.weighting import check_takes_weight
 
 SIMULATOR_ONLY = (
     *("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every"),
@@ -140,9 +138,9 @@ def named_job(config: Mapping[str, Any]) -> Job:
     """A job from names: `task`, `algorithm` and `settings`, which are written `key=value; key=value`."""
     name, chosen = str(config.get("task", "")), str(config.get("algorithm", ""))
     given = parse_settings(config)
-    for_run, for_task, for_algorithm = runs.sort_settings(given, name, [chosen])
+    for_run, for_task, for_algorithm = start.sort_settings(given, name, [chosen])
     task = named_task(name, seed=_settings(for_run).seed, **for_task)
-    settings = runs.run_settings({**task.defaults, **for_run}, task)
+    settings = start.run_settings({**task.defaults, **for_run}, task)
     built = named_algorithm(chosen, task.network, **{**task.algorithms.get(chosen, {}), **for_algorithm[chosen]})
     return Job(name, task.network, built, settings, task.data.clients, task.data, task.data, task.options)
 
@@ -166,10 +164,10 @@ def own_job(
     network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     given, known = parse_settings(config), algorithm_settings(chosen, {})
     for key in given:
-        if key not in known and key not in runs.RUN_OPTIONS:
-            raise nearest(key, {*known, *runs.RUN_OPTIONS}, "setting")
+        if key not in known and key not in start.RUN_OPTIONS:
+            raise nearest(key, {*known, *start.RUN_OPTIONS}, "setting")
     few = {"clients_per_round": min(Settings.clients_per_round, clients)}
-    settings = _settings({**few, **defaults, **{k: v for k, v in given.items() if k in runs.RUN_OPTIONS}})
+    settings = _settings({**few, **defaults, **{k: v for k, v in given.items() if k in start.RUN_OPTIONS}})
     built = named_algorithm(chosen, network, **{k: v for k, v in given.items() if k in known})
     # Only the test part of it is ever looked at.
     tested = outside([(*test, *test)], network) if test is not None else None
@@ -196,4 +194,4 @@ def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    return runs.run_settings(given)
+    return start.run_settings(given)

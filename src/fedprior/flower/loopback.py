@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedprior.errors import RunError
+from fedprior.core.errors import RunError
 from fedprior.flower.certificates import make_certificates
 
 HOST = "127.0.0.1"

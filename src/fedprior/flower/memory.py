@@ -10,10 +10,10 @@ from pathlib import Path
 
 import safetensors
 
-from fedprior import storage, trees
-from fedprior.errors import WireError
-from fedprior.files import write_atomically, writing
-from fedprior.trees import Tree
+from fedprior.core import storage, trees
+from fedprior.core.errors import WireError
+from fedprior.core.files import write_atomically, writing
+from fedprior.core.trees import Tree
 
 _RUN = re.compile(r"[0-9a-f]{16}")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedprior.errors import WireError
+from fedprior.core.errors import WireError
 from fedprior.flower.job import Limits
 from fedprior.flower.memory import check_run
 from fedprior.flower.node import Answer, Order

@@ -6,18 +6,18 @@ from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
-from fedprior import keys, trees, wire
-from fedprior.data import FederatedData
-from fedprior.data.federated import ClientData
+from fedprior import wire
+from fedprior.core import keys, trees
+from fedprior.core.errors import DivergedError, WireError
+from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.metrics import Measures, disagreement, measures, sums
+from fedprior.core.network import Network
 from fedprior.em import e_step
-from fedprior.errors import DivergedError, WireError
+from fedprior.engines.batches import ClientBatches
+from fedprior.engines.server import floored
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
-from fedprior.keys import Purpose, Turn
-from fedprior.metrics import Measures, disagreement, measures, sums
-from fedprior.network import Network
-from fedprior.simulate.batches import ClientBatches
-from fedprior.simulate.server import floored
 
 
 class Order(NamedTuple):

@@ -10,17 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedprior import keys, trees, wire
+from fedprior import wire
+from fedprior.core import keys, trees
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.metrics import Measures, blank_scores, measures
+from fedprior.core.network import Network
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.trees import Tree
+from fedprior.core.weighting import share
+from fedprior.core.workers import Workers
+from fedprior.engines.server import Record, evaluate, final_model, floored, totals, update
 from fedprior.flower.job import Job
-from fedprior.keys import Purpose, Turn
-from fedprior.metrics import Measures, blank_scores, measures
-from fedprior.network import Network
-from fedprior.optimisers import TreeOptimiser
-from fedprior.simulate.server import Record, evaluate, final_model, floored, totals, update
-from fedprior.trees import Tree
 from fedprior.version import __version__
-from fedprior.weighting import share
-from fedprior.workers import Workers
 
 
 class Upload(NamedTuple):

@@ -15,14 +15,14 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedprior import keys
-from fedprior.errors import RunError, WireError
+from fedprior.core import keys
+from fedprior.core.errors import RunError, WireError
+from fedprior.core.keys import Purpose
+from fedprior.engines.server import Record
 from fedprior.flower import messages
 from fedprior.flower.job import Limits
 from fedprior.flower.node import Order
 from fedprior.flower.server import Round, Server, Upload
-from fedprior.keys import Purpose
-from fedprior.simulate.server import Record
 
 # Flower's logger: what it says reaches `flwr log`.
 log = logging.getLogger("flwr")

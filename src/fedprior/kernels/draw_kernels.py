@@ -1,4 +1,4 @@
-"""Triton code of keyed draws: what `fedprior.keys` does in some twenty operations, each in one launch."""
+"""Triton code of keyed draws: what `fedprior.core.keys` does in some twenty operations, each in one launch."""
 
 import triton
 import triton.language as tl

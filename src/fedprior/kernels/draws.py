@@ -11,19 +11,19 @@ BLOCK = 1024
 
 
 def uniform(key: Tensor, count: int) -> Tensor:
-    """`count` float32 numbers for each key, the same as `fedprior.keys.uniform` gives."""
+    """`count` float32 numbers for each key, the same as `fedprior.core.keys.uniform` gives."""
     drawn: Tensor = Uniform.apply(key, count)
     return drawn
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """`count` int64 numbers for each key, the same as `fedprior.keys.bits` gives."""
+    """`count` int64 numbers for each key, the same as `fedprior.core.keys.bits` gives."""
     drawn: Tensor = Bits.apply(key, count)
     return drawn
 
 
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
-    """`fedprior.keys.fold`; a number must be mixed already."""
+    """`fedprior.core.keys.fold`; a number must be mixed already."""
     if isinstance(data, int):
         number: Tensor = FoldNumber.apply(key, data)
         return number

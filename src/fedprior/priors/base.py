@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedprior.trees import Gates, Params, Tree, count
+from fedprior.core.trees import Gates, Params, Tree, count
 from fedprior.wire import Layout
 
 Term = Callable[[Tree, Tree], Tensor]

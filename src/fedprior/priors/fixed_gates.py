@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Params, Tree
 from fedprior.priors.gated import GlobalGates
-from fedprior.trees import Params, Tree
 from fedprior.units import Gating
 
 

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedprior import keys
+from fedprior.core import keys
+from fedprior.core.trees import Gates, Params, Tree
+from fedprior.core.weighting import mean, weighted
 from fedprior.priors.base import Prior, Term
 from fedprior.priors.gaussian import squared_distance
-from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.weighting import mean, weighted
 from fedprior.wire import Layout, Section
 
 

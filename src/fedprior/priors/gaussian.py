@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import mean
 from fedprior.priors.base import Prior, Term
-from fedprior.trees import Params, Tree
-from fedprior.weighting import mean
 from fedprior.wire import Layout, Section
 
 

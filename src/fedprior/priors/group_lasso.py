@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params, Tree
+from fedprior.core.weighting import mean
 from fedprior.priors.base import Term
 from fedprior.priors.gated import LocalGates
 from fedprior.priors.gaussian import squared_distance
-from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
-from fedprior.weighting import mean
 
 
 @dataclass(frozen=True)

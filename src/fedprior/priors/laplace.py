@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import median
 from fedprior.priors.base import Prior, Term
 from fedprior.priors.gaussian import dense_layout
-from fedprior.trees import Params, Tree
-from fedprior.weighting import median
 from fedprior.wire import Layout, Section
 
 

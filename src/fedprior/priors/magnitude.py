@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.gated import LocalGates, gated_layout
 from fedprior.priors.thresholds import (
     CLOSED,
@@ -23,7 +24,6 @@ from fedprior.priors.thresholds import (
     thresholds_for,
     without_threshold,
 )
-from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior import keys
-from fedprior.errors import SettingError
-from fedprior.keys import Purpose
+from fedprior.core import keys
+from fedprior.core.errors import SettingError
+from fedprior.core.keys import Purpose
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import weighted
 from fedprior.priors.base import Explain, Prior, Term
 from fedprior.priors.gaussian import dense_layout, squared_distance
-from fedprior.trees import Params, Tree
-from fedprior.weighting import weighted
 from fedprior.wire import Layout
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.gated import GlobalGates
-from fedprior.trees import Gates, Params, Tree
 from fedprior.units import Gating
 
 

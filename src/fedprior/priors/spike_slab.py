@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprior import kernels
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import mean
 from fedprior.kernels import concrete
 from fedprior.priors.base import Explain, Term
 from fedprior.priors.gated import gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
 from fedprior.priors.thresholds import STRETCH, hard_concrete, without_threshold
-from fedprior.trees import Params, Tree
-from fedprior.weighting import mean
 
 NEAR = 0.2
 """How near the watershed, as a share of it, is worth a warning."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.base import Explain, Prior, Term
-from fedprior.trees import Gates, Params, Tree
 from fedprior.wire import Layout
 
 

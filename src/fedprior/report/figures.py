@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedprior.errors import FedpriorError
-from fedprior.files import write_atomically, writing
+from fedprior.core.errors import FedpriorError
+from fedprior.core.files import write_atomically, writing
 from fedprior.report.records import Group, Partition
 
 if TYPE_CHECKING:

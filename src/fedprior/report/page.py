@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedprior.files import write_atomically, writing
-from fedprior.late import MEANS
+from fedprior.core.files import write_atomically, writing
+from fedprior.core.late import MEANS
 from fedprior.report.page_data import UNITS, page_data, span
 from fedprior.report.records import Broken, Group, Run, group_runs
 from fedprior.report.table import score

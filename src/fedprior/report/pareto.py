@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fedprior.late import MEANS
+from fedprior.core.late import MEANS
 from fedprior.report.figures import COLOURS, COLUMN, figure_style
 from fedprior.report.records import Estimate, Group
 from fedprior.report.table import markdown_lines

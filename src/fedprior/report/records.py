@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fedprior.late import late
+from fedprior.core.late import late
 
 HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
 """Settings that say where and how a run is computed, not what."""

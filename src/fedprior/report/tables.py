@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedprior.files import write_atomically, writing
-from fedprior.late import MEANS
+from fedprior.core.files import write_atomically, writing
+from fedprior.core.late import MEANS
 from fedprior.report.records import Run
 from fedprior.report.table import SCORES, columns, markdown_lines, more_scores, rows
 from fedprior.report.watch import round_seconds

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
 
 
 class TensorBoard:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedprior.errors import RunError
+from fedprior.core.errors import RunError
 from fedprior.report import figures
 from fedprior.report.names import told_apart
 from fedprior.report.page import write_page

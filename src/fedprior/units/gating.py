@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from fedprior.errors import SettingError
-from fedprior.trees import Gates, Params
+from fedprior.core.errors import SettingError
+from fedprior.core.trees import Gates, Params
 from fedprior.units.tables import lasting
 
 

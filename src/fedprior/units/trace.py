@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fedprior.errors import ModelError, SettingError
+from fedprior.core.errors import ModelError, SettingError
 from fedprior.units.operations import CONVOLUTIONS
 from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.walk import Shapes, Walk, Wire

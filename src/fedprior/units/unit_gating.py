@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fedprior import kernels
+from fedprior.core.trees import Gates, Params
 from fedprior.kernels import gates as gate_kernels
-from fedprior.trees import Gates, Params
 from fedprior.units.gating import Gating
 from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.tables import Tables

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fedprior.errors import ModelError
+from fedprior.core.errors import ModelError
 from fedprior.units.operations import (
     CONVOLUTIONS,
     FLATTENS,

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from fedprior.errors import ModelError
-from fedprior.trees import Gates, Params
+from fedprior.core.errors import ModelError
+from fedprior.core.trees import Gates, Params
 from fedprior.units.gating import Gating
 
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedprior.errors import WireError
-from fedprior.trees import Gates, Tree, leaves
+from fedprior.core.errors import WireError
+from fedprior.core.trees import Gates, Tree, leaves
 from fedprior.wire import rice
 from fedprior.wire.layout import Layout
 from fedprior.wire.parts import Part, parts_of, sections_of, size_of, table_of

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from fedprior.trees import Gates, Params
+from fedprior.core.trees import Gates, Params
 
 
 @dataclass(frozen=True)

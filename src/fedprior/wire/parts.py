@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.trees import Gates, Tree
+from fedprior.core.trees import Gates, Tree
 from fedprior.wire.layout import Layout
 from fedprior.wire.precision import FULL, Format, format_of
 from fedprior.wire.quantise import SCALES

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedprior.errors import SettingError
+from fedprior.core.errors import SettingError
 from fedprior.wire.layout import Layout
 
 

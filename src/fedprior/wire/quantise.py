@@ -13,8 +13,8 @@ rounded away in every round.
 import torch
 from torch import Tensor
 
-from fedprior import keys
-from fedprior.trees import Params, Tree
+from fedprior.core import keys
+from fedprior.core.trees import Params, Tree
 from fedprior.wire.layout import Layout, Section
 from fedprior.wire.precision import Format, format_of
 

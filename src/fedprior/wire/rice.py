@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedprior.errors import WireError
+from fedprior.core.errors import WireError
 
 Bits = NDArray[np.uint8]
 Flags = NDArray[np.bool_]

@@ -1,0 +1,1 @@
+"""What has a name: algorithms, tasks, models and data."""

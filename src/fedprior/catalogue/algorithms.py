@@ -1,0 +1,333 @@
+"""Algorithms by name. Each is a prior, a way to take the M-step, and the paper's settings as defaults.
+
+But for the server's step on weights, which is the mean for all unless an algorithm is named after another: methods that
+are compared should differ in their priors. The paper's Adam is a setting of the paper's tasks (`tasks/named.py`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedprior.core.errors import SettingError
+from fedprior.core.network import Network
+from fedprior.core.optimisers import Optimiser
+from fedprior.core.options import nearest, options_of, resolve
+from fedprior.corrections import Correction, Scaffold
+from fedprior.em import Algorithm
+from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
+from fedprior.units import Gating, UnitGating, WeightGating, find_structure
+
+SGD = Optimiser.preset("SGD", lr=0.05)
+MEAN = Optimiser.preset("SGD", lr=1.0)
+"""One step of length one goes to the mean; for weights beside variables that need their gradient."""
+
+
+def gaussian(
+    network: Network,
+    *,
+    precision: float = 0.0,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+    average: bool = False,
+) -> Algorithm:
+    """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
+    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, average)
+
+
+def laplace(
+    network: Network,
+    *,
+    precision: float = 1e-3,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """A Laplace prior of precision λ; without a server optimiser the M-step is the median, with one a sign gradient."""
+    return _weights_only(Laplace(precision), local_optimiser, server_optimiser, scaffold)
+
+
+def mixture(
+    network: Network,
+    *,
+    components: int = 3,
+    precision: float = 0.1,
+    spread: float = 0.1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """A mixture of Gaussians; without a server optimiser the M-step is the responsibility-weighted mean."""
+    return _weights_only(Mixture(components, precision, spread), local_optimiser, server_optimiser, scaffold)
+
+
+def fixed_gates(
+    network: Network,
+    *,
+    conv_rate: float = 0.1,
+    linear_rate: float = 0.5,
+    input_rate: float = 0.01,
+    output_rate: float = 0.01,
+    noise: bool = False,
+    precision: float = 0.0,
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+    average: bool = False,
+) -> Algorithm:
+    """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
+    structure = find_structure(network.module, network.example, gate_output=output_rate > 0, ungated=ungated)
+    rates = {}
+    for layer in structure.layers:
+        rate = conv_rate if layer.kind == "conv" else linear_rate
+        rate = input_rate if layer.name in structure.input_layers else rate
+        rates[layer.name] = output_rate if layer.name in structure.output_layers else rate
+    prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
+
+
+def group_lasso(
+    network: Network,
+    *,
+    strength: float = 2e-3,
+    gate_output: bool = False,
+    linear_gates: str = "outputs",
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+) -> Algorithm:
+    """Group lasso at the client, with its strength as the threshold of both sides."""
+    prior = GroupLasso(_gating(network, True, gate_output, linear_gates, ungated, floor), strength)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
+
+
+def spike_slab(
+    network: Network,
+    *,
+    structured: bool = True,
+    lambda0: float = 5e-6,
+    precision: float = 0.0,
+    cross_entropy: float = 1e-4,
+    temperature: float = 1e-3,
+    theta_start: float = 0.99,
+    prune_below: float = 0.1,
+    dense_rounds: int = 0,
+    prune_server: bool = True,
+    thresholds: str = "stay",
+    gate_output: bool = False,
+    linear_gates: str = "outputs",
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    local_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-3),
+    server_optimiser: Optimiser | None = MEAN,
+    server_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-2),
+    scaffold: bool = False,
+) -> Algorithm:
+    """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
+    prior = SpikeSlab(
+        gating=_gating(network, structured, gate_output, linear_gates, ungated, floor),
+        lambda0=lambda0,
+        precision=precision,
+        cross_entropy=cross_entropy,
+        temperature=temperature,
+        theta_start=theta_start,
+        prune_below=prune_below,
+        dense_rounds=dense_rounds,
+        prune_server=prune_server,
+        thresholds=thresholds,
+    )
+    local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
+    server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
+    return Algorithm(prior, local, server, _correction(scaffold, local_optimiser))
+
+
+def narrow(
+    network: Network,
+    *,
+    structured: bool = True,
+    sparsity: float | None = None,
+    max_parameters: int | None = None,
+    precision: float = 0.0,
+    dense_rounds: int | None = None,
+    shrink: float | None = None,
+    conv_rate: float = 0.0,
+    linear_rate: float = 0.0,
+    gate_output: bool = False,
+    linear_gates: str = "outputs",
+    ungated: tuple[str, ...] = (),
+    floor: int = 1,
+    local_optimiser: Optimiser = SGD,
+    server_optimiser: Optimiser | None = None,
+    scaffold: bool = False,
+    average: bool = False,
+) -> Algorithm:
+    """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
+
+    The size is a sparsity or a number of parameters at most; half of the network where neither is said.
+    """
+    gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
+    if max_parameters is not None:
+        sparsity = _at_most(max_parameters, sparsity, gating)
+    # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
+    dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
+    share = (0.05 if dense else 1.0) if shrink is None else shrink
+    drawn = _drawn(gating, conv_rate, linear_rate)
+    wanted = 0.5 if sparsity is None else sparsity
+    yields = dense_rounds is None and shrink is None
+    prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn, yields)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
+
+
+def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
+    """The sparsity that leaves so many parameters."""
+    if sparsity is not None:
+        raise SettingError("sparsity and max_parameters say the same thing twice: give one of them")
+    if parameters < 1:
+        raise SettingError(f"max_parameters must be at least 1, got {parameters}")
+    return max(0.0, 1 - parameters / gating.parameters)
+
+
+def _drawn(gating: Gating, conv: float, linear: float) -> dict[str, str]:
+    """Of every layer whose units may be left out whether it is a convolution or linear; nothing if none ever is.
+
+    Not the output's units, and not those of gates on inputs, which may be the data's own.
+    """
+    if not isinstance(gating, UnitGating):
+        if conv or linear:
+            raise SettingError("conv_rate and linear_rate are of units: fednarrow-unstructured has none")
+        return {}
+    outputs = gating.structure.output_layers
+    kinds = {x.name: x.kind for x in gating.structure.layers if x.axis == 0 and x.name not in outputs}
+    return kinds if any(conv if kind == "conv" else linear for kind in kinds.values()) else {}
+
+
+def _weights_only(
+    prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool, average: bool = False
+) -> Algorithm:
+    """An algorithm whose only variables are weights."""
+    optimisers = {"weights": server} if server else None
+    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold, local), average=average)
+
+
+def _correction(scaffold: bool, local: Optimiser) -> Correction:
+    if scaffold and local.name != "SGD":
+        raise SettingError(f"SCAFFOLD reads gradients off what SGD has moved; the local optimiser is {local}")
+    return Scaffold() if scaffold else Correction()
+
+
+def _gating(
+    network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
+) -> Gating:
+    if structured:
+        structure = find_structure(
+            network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
+        )
+        return UnitGating(structure, floor=floor)
+    if gate_output or ungated or linear_gates != "outputs":
+        raise SettingError("gate_output, linear_gates and ungated are of units: here every weight has a gate")
+    return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named algorithm: its factory with some settings fixed otherwise, and what `fedprior algorithms` says of it."""
+
+    build: Callable[..., Algorithm]
+    prior: str
+    m_step: str
+    preset: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS: dict[str, Entry] = {
+    "fedavg": Entry(gaussian, "Gaussian, λ → 0", "mean"),
+    "fedprox": Entry(gaussian, "Gaussian, λ = μ", "mean", {"precision": 0.1}),
+    "fedavgm": Entry(gaussian, "Gaussian", "SGD with momentum", {"server_optimiser": "SGD(lr=1.0, momentum=0.9)"}),
+    "fedadam": Entry(gaussian, "Gaussian", "Adam", {"server_optimiser": "Adam(lr=0.001)"}),
+    "reptile": Entry(gaussian, "Gaussian", "one SGD step", {"server_optimiser": "SGD(lr=0.5)"}),
+    "fedsparse": Entry(spike_slab, "spike and slab over units", "mean of w by one step, Adamax on v"),
+    "fedsparse-unstructured": Entry(
+        spike_slab, "spike and slab over weights", "mean of w by one step, Adamax on v", {"structured": False}
+    ),
+    "fednarrow": Entry(narrow, "global gates over units, bound by a size", "gated mean, the best gates that fit"),
+    "fednarrow-unstructured": Entry(
+        narrow,
+        "global gates over weights, bound by a size",
+        "gated mean, the best gates that fit",
+        {"structured": False},
+    ),
+    "fedmedian": Entry(laplace, "Laplace", "coordinate-wise median"),
+    "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
+    "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
+    "fedl1": Entry(group_lasso, "group lasso", "mean; absence is a vote for zero"),
+    "scaffold": Entry(gaussian, "Gaussian, λ → 0, with control variates", "mean", {"scaffold": True}),
+    "fedsparse+scaffold": Entry(
+        spike_slab,
+        "spike and slab over units, with control variates",
+        "mean of w by one step, Adamax on v",
+        {"scaffold": True},
+    ),
+    "fednarrow+scaffold": Entry(
+        narrow,
+        "global gates over units, bound by a size, with control variates",
+        "gated mean, the best gates that fit",
+        {"scaffold": True},
+    ),
+}
+SIZES = ("sparsity", "max_parameters")
+"""Settings that say how large the network is to be."""
+
+
+def entry(name: str) -> Entry:
+    """The algorithm of that name."""
+    if name not in ALGORITHMS:
+        raise nearest(name, ALGORITHMS, "algorithm")
+    return ALGORITHMS[name]
+
+
+def algorithm_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a named algorithm, those not given at their defaults."""
+    chosen = entry(name)
+    if any(key in SIZES for key in given):
+        check_sized(name)
+    return resolve(chosen.build, {**chosen.preset, **given}, name)
+
+
+def sized(name: str) -> bool:
+    """Whether an algorithm can be asked for a size."""
+    return "sparsity" in options_of(entry(name).build)
+
+
+def check_sized(name: str) -> None:
+    """Refuse a size where the gates are learned and λ₀ says how many close."""
+    if "lambda0" in options_of(entry(name).build):
+        raise SettingError(
+            f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; for a size "
+            f"take {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
+        )
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> SettingError:
+    """The error for what is no setting of a run; that of an algorithm is given where the algorithm is made."""
+    for owner in ALGORITHMS:
+        if name in algorithm_settings(owner, {}):
+            return SettingError(
+                f"unknown setting of a run {name!r}; algorithms have it: run(task, "
+                f"fedprior.algorithm({owner!r}, task.network, {name}=…))"
+            )
+    return nearest(name, known, "setting of a run")
+
+
+def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
+    """A named algorithm for a network: `algorithm("fedsparse", network, lambda0=5e-5)`."""
+    if not isinstance(network, Network):
+        raise SettingError(f"an algorithm is built for a Network, as task.network; got a {type(network).__name__}")
+    resolved = algorithm_settings(name, settings)
+    built = entry(name).build(network, **resolved)
+    gated = hasattr(built.prior, "gating")
+    shapes = {key: tuple(value.shape) for key, value in network.params().items()} if gated else None
+    return replace(built, name=name, settings=resolved, shapes=shapes)

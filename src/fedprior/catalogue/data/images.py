@@ -1,0 +1,72 @@
+"""Labelled images as tensors: scaled by channel, channels first, no augmentation."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprior.core.errors import DataError, SettingError
+
+
+class Scale(NamedTuple):
+    """How pixels of 0 to 1 became a network's inputs: (pixel − mean) / deviation, channel by channel."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, images: np.ndarray) -> Tensor:
+        """8-bit images [N, H, W] or [N, H, W, C] as inputs [N, C, H, W]."""
+        mean, deviation = (torch.tensor(values).reshape(1, -1, 1, 1) for values in self)
+        return (_channels_first(images) - mean) / deviation
+
+
+class Images(NamedTuple):
+    """A training and a test set, scaled."""
+
+    x: Tensor
+    y: np.ndarray
+    test_x: Tensor
+    test_y: np.ndarray
+    scale: Scale
+
+
+PIXELS = ("standard", "symmetric")
+"""Less the training set's mean, over its deviation, channel by channel; or (pixel − 0.5) / 0.5, so from −1 to 1."""
+
+
+def check_pixels(pixels: str) -> None:
+    """Refuse a scale that there is not."""
+    if pixels not in PIXELS:
+        raise SettingError(f"pixels must be {' or '.join(PIXELS)}, got {pixels!r}")
+
+
+def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> tuple[Tensor, Tensor, Scale]:
+    """8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
+    check_pixels(pixels)
+    first, second = _channels_first(train), _channels_first(test)
+    mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
+    if pixels == "symmetric":
+        mean, deviation = torch.full_like(mean, 0.5), torch.full_like(deviation, 0.5)
+    scale = Scale(tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist()))
+    return (first - mean) / deviation, (second - mean) / deviation, scale
+
+
+def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """The same arrays with the labels, numbers or words, as 0 … C − 1 in their order."""
+    splits = [split for split in ("train", "test") if f"{split}_label" in arrays]
+    for split in splits:
+        labels = arrays[f"{split}_label"]
+        if labels.dtype.kind not in "iubU" or labels.ndim != 1:
+            raise DataError(f"the {split} labels of {name} are neither whole numbers nor words; choose another column")
+        if labels.dtype.kind == "i" and len(labels) and labels.min() < 0:
+            raise DataError(f"{name} has {split} examples without a label ({labels.min()}); choose another split")
+    known = np.unique(np.concatenate([arrays[f"{split}_label"] for split in splits]))
+    numbers = {f"{split}_label": np.searchsorted(known, arrays[f"{split}_label"]) for split in splits}
+    return {**arrays, **numbers}
+
+
+def _channels_first(images: np.ndarray) -> Tensor:
+    x = torch.from_numpy(np.ascontiguousarray(images))
+    x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
+    return x.float().contiguous() / 255

@@ -1,0 +1,30 @@
+"""Tasks: a network, clients with data, and how long to train. Named ones, and a user's own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedprior.catalogue.tasks.base import Task, own_task
+from fedprior.catalogue.tasks.files import file_options, file_task, full, is_file, short
+from fedprior.catalogue.tasks.named import TASKS
+from fedprior.core.options import nearest, resolve
+
+__all__ = ["TASKS", "Task", "full", "is_file", "own_task", "short", "task", "task_options"]
+
+
+def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a named task, or of a function in a file, those not given at their defaults."""
+    if is_file(name):
+        return file_options(name, given)
+    if name not in TASKS:
+        raise nearest(name, TASKS, "task")
+    return resolve(TASKS[name], given, f"task {name}")
+
+
+def task(name: str, seed: int = 0, **options: Any) -> Task:
+    """A task by name, `task("mnist-mini", seed=1, alpha=0.5)`, or by file and function, `task("file.py:make_task")`."""
+    if is_file(name):
+        made, given = file_task(name, seed, options)
+        return replace(made, name=full(name), options=given, seed=seed)
+    resolved = task_options(name, options)
+    return replace(TASKS[name](seed, **resolved), seed=seed)

@@ -1,0 +1,177 @@
+"""A task: a network, clients with data, and how long to train. And a user's own."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedprior.catalogue.algorithms import unknown_setting
+from fedprior.catalogue.data.images import Scale
+from fedprior.core import keys
+from fedprior.core.errors import DataError, ModelError, SettingError
+from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.metrics import one_each, with_classes
+from fedprior.core.network import IGNORED, Loss, Metric, Network, class_dim, cross_entropy
+from fedprior.core.options import Option, convert
+from fedprior.core.trainable import check_trainable
+from fedprior.engines.settings import Settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn. `defaults` are settings of the run, `algorithms` settings of an algorithm on this task."""
+
+    name: str
+    network: Network
+    data: FederatedData
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """How a named task was built, for its config."""
+    scale: Scale | None = None
+    """How images became inputs, for a task on images: an exported network's inputs need the same."""
+    seed: int | None = None
+    """That of a named task's partition and first weights; also of a run, unless it says otherwise."""
+
+    def __repr__(self) -> str:
+        """A line, not all examples."""
+        return f"Task({self.name!r}, {self.network!r}, {self.data!r})"
+
+
+def own_task(
+    model: nn.Module,
+    clients: Sequence[ClientData],
+    *,
+    name: str = "own",
+    loss: Loss = cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+    classes: int | None = None,
+    min_examples: int = 2,
+    **defaults: Any,
+) -> Task:
+    """A task from your own module and one `(x, y)` or `(x, y, test_x, test_y)` a client.
+
+    `metrics` are functions of outputs and targets that give one number an example, or a mean over examples; they are
+    recorded as `global_NAME` and `local_NAME`. `defaults` are settings of a run: rounds, batch_size, epochs,
+    clients_per_round, …
+    """
+    check_trainable(model)
+    functions = check_metrics(metrics)
+    _check_defaults(defaults)
+    # Only with the default loss must whole numbers be labels.
+    labels = classes if classes is not None or loss is cross_entropy else 0
+    data = FederatedData.from_clients(clients, classes=labels, min_examples=min_examples)
+    network = Network(model, data.x[0], loss, functions)
+    if loss is cross_entropy and data.y.is_floating_point():
+        raise DataError("the targets are real numbers; give labels of whole numbers, or a loss of your own")
+    _try(network, data)
+    data = _with_outputs(network, data, classes)
+    data.check(min_examples)
+    return Task(name, network, data, defaults)
+
+
+def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Metrics of a user's own, by names that a record can have."""
+    if not isinstance(metrics, Mapping | None):
+        raise SettingError("metrics are functions by name, as metrics={'mae': lambda outputs, targets: …}")
+    for name, metric in (metrics or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w+", name) or name in ("loss", "accuracy", "accuracy_late"):
+            raise SettingError(f"a metric needs a name of letters and digits, not loss or accuracy; got {name!r}")
+        if not callable(metric):
+            raise SettingError(f"metric {name!r} is not a function of outputs and targets")
+    return dict(metrics or {})
+
+
+def _check_defaults(defaults: Mapping[str, Any]) -> None:
+    """Settings of a run that a task brings along; refused here rather than when it is run."""
+    known = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
+    for name in defaults:
+        if name not in known:
+            raise unknown_setting(name, known)
+    Settings(**{name: convert(known[name], value) for name, value in defaults.items()})
+
+
+def _try(network: Network, data: FederatedData) -> None:
+    """Run the model once on two examples, as in training: it must be a function of parameters, inputs and key alone."""
+    buffers = {name: buffer.clone() for name, buffer in network.module.named_buffers()}
+    generator = torch.random.get_rng_state()
+    shapes = {_try_loss(network, data, count) for count in (2, 3)}
+    if not torch.equal(generator, torch.random.get_rng_state()):
+        torch.random.set_rng_state(generator)
+        raise ModelError("the model draws random numbers of its own, which no key controls; only dropout may be random")
+    if len(shapes) > 1:
+        raise ModelError("the loss gives each example a number for every other: outputs and targets differ in shape")
+    for name, buffer in network.module.named_buffers():
+        if not torch.equal(buffer, buffers[name]):
+            raise ModelError(
+                f"the model changes its buffer {name!r} while it trains, a state that clients do not share"
+            )
+
+
+def _try_loss(network: Network, data: FederatedData, count: int) -> torch.Size:
+    """The loss of so many examples; of each, the shape."""
+    x, y = (part[:1].repeat_interleave(count, 0) for part in (data.x, data.y))
+    what = f"inputs of shape {tuple(x.shape[1:])} and {x.dtype} with targets of shape {tuple(y.shape[1:])}"
+    try:
+        with torch.no_grad():
+            outputs = network.predict(network.params(), x)
+        _check_shapes(network, outputs, y)
+        if y.dim() > 1 and network.loss is cross_entropy and with_classes(network, data).classes == 0:
+            raise DataError(f"targets must be classes that the model has logits for, or {IGNORED} where none counts")
+        losses = network.loss(outputs, y)
+        network.training_loss(network.params(), x, y, None, keys.key(0))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
+        raise ModelError(f"the model and its loss do not run on {what}: {_line(error)}") from error
+    if not isinstance(losses, Tensor) or losses.shape[:1] != (count,):
+        raise ModelError('the loss must give one number an example; torch\'s losses do with reduction="none"')
+    for name, metric in network.metrics.items():
+        _try_metric(name, metric, outputs, y)
+    return losses.shape[1:]
+
+
+def _check_shapes(network: Network, outputs: Any, y: Tensor) -> None:
+    """The model must give one tensor; with the default loss, with logits for every label."""
+    if not isinstance(outputs, Tensor):
+        kind = type(outputs).__name__
+        raise ModelError(
+            f"the model gives a {kind}, not a tensor: wrap it in a module whose forward returns the outputs"
+        )
+    if network.loss is not cross_entropy or class_dim(outputs, y) is not None:
+        return
+    if y.dim() > 1 and outputs.dim() == y.dim() + 1 and outputs.shape[1] == outputs.shape[-1] == y.shape[-1]:
+        raise ModelError("sequences as long as there are classes: say which is which by a loss of your own")
+    raise DataError(
+        f"targets have shape {tuple(y.shape[1:])} and outputs {tuple(outputs.shape[1:])}; give one label an example, "
+        "or one a place of a sequence, and two logits or more for each; or a loss of your own"
+    )
+
+
+def _try_metric(name: str, metric: Metric, outputs: Tensor, y: Tensor) -> None:
+    try:
+        values = metric(outputs, y)
+        if not isinstance(values, Tensor) or values.shape[:1] not in ((), (len(y),)):
+            raise ModelError(f"metric {name!r} must give a tensor: one number an example, or their mean")
+        one_each(metric, outputs, y)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+        raise ModelError(f"metric {name!r} cannot be computed with torch for each example: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """The first line of what torch says, which may go on for twenty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _with_outputs(network: Network, data: FederatedData, classes: int | None) -> FederatedData:
+    """With as many classes as the model has outputs; with the default loss no label may lie beyond."""
+    found = with_classes(network, data)
+    if network.loss is not cross_entropy:
+        return found
+    outputs = network.predict(network.params(), data.x[:1])
+    dim = class_dim(outputs, data.y[:1])
+    count = outputs.shape[1 if dim is None else dim]
+    if classes is not None and classes > count:
+        raise ModelError(f"the model's output for one example has shape {tuple(outputs.shape[1:])}, not ({classes},)")
+    return replace(data, classes=classes if classes is not None else count)

@@ -1,0 +1,155 @@
+"""Tasks from a user's file: `path/to/file.py:make_task`, a function whose keyword parameters are the task's options.
+
+The function returns a `Task`, as `own_task` makes one. A parameter called `seed` is given the run's. A run records the
+file's full path and checksum, and is resumed only where the file is as it was: what it makes could be another task.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fedprior.catalogue.tasks.base import Task
+from fedprior.core.errors import FedpriorError, RunError, SettingError
+from fedprior.core.options import Option, convert, nearest
+
+CHECKSUM = "source_sha256"
+"""Under this name the file's checksum stands among a run's options of its task."""
+
+
+def is_file(name: str) -> bool:
+    """Whether a task's name is that of a function in a file."""
+    return name.endswith(".py") or ".py:" in name
+
+
+def short(name: str) -> str:
+    """A task's name for a folder: of a function in a file, the function's."""
+    return name.rsplit(":", 1)[-1] if is_file(name) else name
+
+
+def full(name: str) -> str:
+    """The name with the file's full path, so that a run can be resumed from anywhere."""
+    path, function = _parts(name)
+    return f"{path}:{function}"
+
+
+def file_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of the function, those not given at their defaults or None, and the file's checksum."""
+    path, _ = _parts(name)
+    known, now = _options(_function(name)), _checksum(path)
+    if given.get(CHECKSUM, now) != now:
+        raise RunError(f"{path} is not what it was when the run was started; put it back, or pass task=… in Python")
+    for key in given:
+        if key not in known and key != CHECKSUM:
+            raise nearest(key, known, f"setting of {short(name)}")
+    found = {
+        key: convert(option, given[key])
+        if key in given
+        else None
+        if option.default is inspect.Parameter.empty
+        else option.default
+        for key, option in known.items()
+    }
+    return {**found, CHECKSUM: now}
+
+
+def file_task(name: str, seed: int, given: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """The task that the function makes, and its options."""
+    function, options = _function(name), file_options(name, given)
+    for key, option in _options(function).items():
+        if option.default is inspect.Parameter.empty and key not in given:
+            raise SettingError(f"{short(name)} needs {key}: --set {key}=…")
+    arguments = {key: value for key, value in options.items() if key != CHECKSUM}
+    if "seed" in inspect.signature(function).parameters:
+        arguments["seed"] = seed
+    made = _guarded(_parts(name)[0], lambda: function(**arguments))
+    if not isinstance(made, Task):
+        raise SettingError(
+            f"{short(name)} of {_parts(name)[0]} returned a {type(made).__name__}; "
+            "return a task, as fedprior.own_task(model, clients)"
+        )
+    return made, options
+
+
+def _parts(name: str) -> tuple[Path, str]:
+    """The file's full path, and the function's name."""
+    file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise SettingError(f"there is no file {file}")
+    if not function.isidentifier():
+        raise SettingError(f"say which function of the file makes the task, as {file}:make_task")
+    return path, function
+
+
+def _function(name: str) -> Callable[..., Any]:
+    path, wanted = _parts(name)
+    module = _module(path, _checksum(path))
+    found = getattr(module, wanted, None)
+    if not inspect.isfunction(found):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        there = f"it has {', '.join(own)}" if own else "it has none"
+        raise SettingError(f"{path} has no function {wanted!r}; {there}")
+    return found
+
+
+@lru_cache(maxsize=8)
+def _module(path: Path, checksum: str) -> Any:
+    """The file as a module, run once for as long as it does not change; it may import its neighbours."""
+    spec = importlib.util.spec_from_file_location(f"fedprior_task_{path.stem}_{checksum}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    _guarded(path, lambda: loader.exec_module(module))
+    return module
+
+
+def _guarded(path: Path, call: Callable[[], Any]) -> Any:
+    """What a user's code raises becomes one line that says where; what is ours stays as it is."""
+    try:
+        return call()
+    except FedpriorError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        where = f", line {lines[-1]}" if lines else ""
+        words = " ".join(str(error).split())[:300]
+        raise SettingError(f"{path}{where}: {type(error).__name__}: {words}") from error
+
+
+def _options(function: Callable[..., Any]) -> dict[str, Option]:
+    """The function's parameters but its seed; without an annotation, of their default's type.
+
+    A default that no config could hold makes a parameter that is no option.
+    """
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except (NameError, TypeError, SyntaxError):  # an annotation that cannot be read
+        parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "seed"]
+    plain = [p for p in named if p.default is p.empty or isinstance(p.default, bool | int | float | str | None)]
+    return {p.name: Option(p.name, _kind(p), p.default) for p in plain}
+
+
+def _kind(parameter: inspect.Parameter) -> Any:
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    return str if parameter.default in (parameter.empty, None) else type(parameter.default)
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

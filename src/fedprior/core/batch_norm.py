@@ -1,0 +1,175 @@
+"""BatchNorm as pure functions: statistics of the real examples of a batch, and of many batches together.
+
+A module's own `F.batch_norm` would count padding in, change its buffers while it runs, and keep what it found to
+itself. Here it is computed from plain tensors, for one client and under `vmap` alike.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fedprior import kernels
+from fedprior.core.errors import ModelError
+from fedprior.core.trees import Params
+from fedprior.kernels.mode import batched
+
+MEAN, VARIANCE, COUNT = "running_mean", "running_var", "count"
+
+
+class Norm(NamedTuple):
+    """A layer that has statistics of its own."""
+
+    name: str
+    """Of what its buffers' names begin with: `blocks.0.norm1.`."""
+    size: int
+    """Channels."""
+    momentum: float | None
+    """Of its running averages; None: a plain average of all batches."""
+
+
+def find_norms(module: nn.Module) -> tuple[Norm, ...]:
+    """The layers with a running mean and variance, be they torch's own or code that calls `F.batch_norm`."""
+    buffers = dict(module.named_buffers())
+    norms = []
+    for path, buffer in buffers.items():
+        prefix = path.removesuffix(MEAN)
+        if prefix != path and prefix + VARIANCE in buffers:
+            owner = module.get_submodule(prefix.rstrip("."))
+            norms.append(Norm(prefix, buffer.numel(), getattr(owner, "momentum", 0.1)))
+    return tuple(norms)
+
+
+def forget(module: nn.Module, norm: Norm) -> None:
+    """Let a layer use the statistics of its batch in evaluation as well, as torch's do that track none."""
+    owner = module.get_submodule(norm.name.rstrip("."))
+    owner._buffers[MEAN] = owner._buffers[VARIANCE] = None
+    if isinstance(owner, nn.modules.batchnorm._BatchNorm):
+        owner.num_batches_tracked, owner.track_running_stats = None, False
+
+
+def joint(norms: tuple[Norm, ...], statistics: Params) -> tuple[Tensor, Tensor]:
+    """Means and variances of all layers, each in one vector: many short operations cost more than they compute."""
+    mean, variance = (torch.cat([statistics[n.name + part] for n in norms], -1) for part in (MEAN, VARIANCE))
+    return mean, variance
+
+
+def parted(norms: tuple[Norm, ...], mean: Tensor, variance: Tensor) -> Params:
+    """The inverse of `joint`."""
+    sizes = [norm.size for norm in norms]
+    pairs = zip(norms, mean.split(sizes, -1), variance.split(sizes, -1), strict=True)
+    return {n.name + part: value for n, *both in pairs for part, value in zip((MEAN, VARIANCE), both, strict=True)}
+
+
+def pooled(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of a union from those of its parts, along the first dimension: the law of total variance.
+
+    `weight` is how many examples each part has; where no part has any, both are zero.
+    """
+    share = weight / weight.sum(0).clamp(min=torch.finfo(weight.dtype).tiny)
+    whole = (share * mean).sum(0)
+    return whole, (share * (variance + (mean - whole).square())).sum(0)
+
+
+class BatchNorm(TorchFunctionMode):
+    """Takes every `batch_norm` of a model, normalises by the batch's own statistics, and keeps these.
+
+    `weight` is 1 for an example and 0 for padding.
+    """
+
+    def __init__(self, names: Mapping[int, str], weight: Tensor | None) -> None:
+        super().__init__()
+        self.names, self.weight = names, weight
+        self.found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """By the layer's name: mean, variance and how many values these are of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._normalise(*args, **kwargs)
+        if func is torch.batch_norm:
+            x, weight, bias, mean, variance, training, momentum, eps = args[:8]
+            return self._normalise(x, mean, variance, weight, bias, training, momentum, eps)
+        return func(*args, **kwargs)
+
+    def _normalise(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        out, mean, variance, count = normalise(input, self.weight, weight, bias, eps)
+        if running_mean is not None and running_var is not None:
+            self._keep(running_mean, mean, variance, count)
+        return out
+
+    def _keep(self, buffer: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        name = self.names.get(id(buffer))
+        if name is None:
+            raise ModelError(
+                "the model calls batch_norm with statistics that are not buffers of it called running_mean and "
+                "running_var; use nn.BatchNorm, or register them under these names"
+            )
+        if name in self.found:  # a layer that is called twice
+            before = self.found[name]
+            (both, spread) = pooled(
+                torch.stack([before[0], mean]),
+                torch.stack([before[1], variance]),
+                torch.stack([before[2], count])[:, None],
+            )
+            mean, variance, count = both, spread, before[2] + count
+        self.found[name] = (mean, variance, count)
+
+
+def normalise(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x normalised by its real examples, their mean and variance, and how many values these are of."""
+    if kernels.usable(x) and batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31:
+        from fedprior.kernels.batch_norm import batch_norm
+
+        mask = None if real is None else real.to(x.dtype)
+        out, mean, variance = batch_norm(x, mask, weight, bias, eps)
+        return out, mean, variance, _count(x, mask)
+    shape = (-1, *[1] * (x.dim() - 2))
+    mean, variance, count = moments(x, real)
+    scale = (variance + eps).rsqrt()
+    scale = (scale if weight is None else scale * weight).reshape(shape)
+    centred = x - mean.reshape(shape)
+    return (
+        centred * scale if bias is None else torch.addcmul(bias.reshape(shape), centred, scale),
+        mean,
+        variance,
+        count,
+    )
+
+
+def _count(x: Tensor, real: Tensor | None) -> Tensor:
+    """How many values of a channel are of real examples."""
+    places = prod(x.shape[2:])
+    if real is None:
+        return torch.full((), x.shape[0] * places, dtype=x.dtype, device=x.device)
+    return real.sum() * places
+
+
+def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Each channel's mean, variance (biased, as in training) and number of values, of the examples with a weight."""
+    dims = [0, *range(2, x.dim())]
+    if weight is None:
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        return mean, variance, _count(x, None)
+    weight = weight.to(x.dtype)
+    count = _count(x, weight)
+    share = (weight / count.clamp(min=1)).reshape(-1, *[1] * (x.dim() - 1))
+    mean = (x * share).sum(dims)
+    centred = x - mean.reshape(-1, *[1] * (x.dim() - 2))
+    return mean, (centred.square() * share).sum(dims), count

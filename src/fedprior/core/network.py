@@ -1,0 +1,202 @@
+"""A model as a pure function of its parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedprior import kernels
+from fedprior.core import batch_norm
+from fedprior.core.batch_norm import COUNT, MEAN, VARIANCE, Norm
+from fedprior.core.dropout import KeyedDropout
+from fedprior.core.trees import Params
+from fedprior.kernels.mode import batched
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets to one loss an example; of several numbers an example, as one a token, the mean counts."""
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets to one number an example, or to their mean over the examples."""
+IGNORED = -100
+"""In sequences of targets, torch's mark of a place that does not count, such as padding."""
+
+
+def class_dim(outputs: Tensor, targets: Tensor) -> int | None:
+    """Where outputs have one logit a class: after the batch, as torch has it, or last. None: targets are no classes.
+
+    None too where both would fit, a sequence as long as there are classes: nobody could tell which is meant.
+    """
+    if targets.is_floating_point() or targets.is_complex() or outputs.dim() != targets.dim() + 1:
+        return None
+    places = {dim for dim in (1, targets.dim()) if outputs.shape[:dim] + outputs.shape[dim + 1 :] == targets.shape}
+    return places.pop() if len(places) == 1 and all(outputs.shape[dim] > 1 for dim in places) else None
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The default loss: softmax cross-entropy, one number an example; of a sequence, its mean over the places."""
+    if targets.dim() > 1 and (dim := class_dim(outputs, targets)) is not None:
+        each = F.cross_entropy(outputs.movedim(dim, 1), targets, reduction="none", ignore_index=IGNORED)
+        return each.flatten(1).sum(1) / (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
+    if kernels.usable(outputs) and outputs.dim() == 2 and targets.dtype == torch.int64:
+        # Under `vmap` torch's own is some ten operations; labels need no check, because data sets were checked.
+        return -F.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class Network:
+    """An `nn.Module`, an example input (without the batch dimension), and its loss."""
+
+    module: nn.Module
+    example: Tensor
+    loss: Loss = cross_entropy
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What else its outputs are judged by, by name."""
+    tied: dict[str, str] = field(init=False)
+    """Where a parameter stands a second time, and its name where it stands first."""
+    norms: tuple[Norm, ...] = field(init=False)
+    """The layers that normalise by statistics of their batch in training and by stored ones in evaluation."""
+
+    def __post_init__(self) -> None:
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        slots = (
+            (f"{prefix}.{name}" if prefix else name, p)
+            for prefix, module in self.module.named_modules()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        )
+        tied = {slot: first[id(p)] for slot, p in slots if slot != first[id(p)]}
+        object.__setattr__(self, "tied", tied)
+        object.__setattr__(self, "norms", batch_norm.find_norms(self.module))
+
+    def __repr__(self) -> str:
+        """Its kind and size; print `module` for its layers."""
+        return f"Network({type(self.module).__name__}, {sum(p.numel() for p in self.module.parameters()):,} parameters)"
+
+    def params(self) -> Params:
+        """A copy of the module's own parameters."""
+        return {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def statistics(self) -> Params:
+        """A copy of the statistics that the module comes with, and of how many batches they are: 0 says of none."""
+        buffers = dict(self.module.named_buffers())
+        found = {
+            norm.name + part: buffers[norm.name + part].clone() for norm in self.norms for part in (MEAN, VARIANCE)
+        }
+        if not found:
+            return {}
+        some = next(iter(found.values()))
+        known = [buffers.get(f"{norm.name}num_batches_tracked") for norm in self.norms]
+        count = min(0.0 if seen is None else float(seen) for seen in known)
+        return {**found, COUNT: torch.full((), count, dtype=some.dtype, device=some.device)}
+
+    def predict(self, params: Params, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The module's outputs with other parameters, without dropout.
+
+        Statistics that stand among the parameters are used. Where there are none, those of the batch are, without its
+        padding, which has weight zero.
+        """
+        # torch's short cuts for attention in evaluation have no rule for `vmap`; a mode keeps it from them.
+        vectorised = KeyedDropout(None) if batched(x) else nullcontext()
+        with _mode(self.module, training=False), vectorised:
+            if not self.uses_batch(params):
+                return self._run(params, x)
+            with batch_norm.BatchNorm(self._names(), weight):
+                return self._run(params, x)
+
+    def uses_batch(self, params: Params) -> bool:
+        """Whether a prediction with these parameters depends on the other examples of its batch."""
+        return bool(self.norms) and self.norms[0].name + MEAN not in params
+
+    def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
+        """The mean loss of a batch; examples of weight zero are padding."""
+        return _mean(self._training_losses(params, x, y, weight, key)[0], weight)
+
+    def training_with_statistics(
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Params]:
+        """The same, and the statistics of the batch, with variances as running averages have them: unbiased."""
+        losses, norm = self._training_losses(params, x, y, weight, key)
+        return _mean(losses, weight), self._found(norm, unbiased=True)
+
+    def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        """One loss an example, with dropout drawn from the key."""
+        return self._training_losses(params, x, y, None, key)[0]
+
+    def _training_losses(
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, batch_norm.BatchNorm]:
+        with _mode(self.module, training=True):
+            for norm in self._modules():  # in training mode they would count batches in a buffer
+                norm.eval()
+            # Always on, because `forward` may call either as a plain function; they cost next to nothing.
+            with KeyedDropout(key), batch_norm.BatchNorm(self._names(), weight) as mode:
+                outputs = self._run(params, x)
+        return self.losses(outputs, y), mode
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """One loss an example."""
+        losses = self.loss(outputs, y)
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+    def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        """The same without dropout."""
+        return _mean(self.losses(self.predict(params, x, weight), y), weight)
+
+    def measure(self, params: Params, x: Tensor, weight: Tensor | None) -> Params:
+        """The statistics of what reaches each norm: `mean` and `variance`, all layers in one vector.
+
+        The norms before it use those of the batch. With stored ones a layer's report would depend on how well those of
+        the layers before it were known a round ago; twenty layers deep that does not settle.
+        """
+        with _mode(self.module, training=False), batch_norm.BatchNorm(self._names(), weight) as mode:
+            self._run(params, x)
+        return self._found(mode)
+
+    def _names(self) -> dict[int, str]:
+        """Which layer a running mean is of, by its identity."""
+        buffers = dict(self.module.named_buffers()) if self.norms else {}
+        return {id(buffers[norm.name + MEAN]): norm.name for norm in self.norms}
+
+    def _modules(self) -> list[nn.Module]:
+        return [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    def _found(self, mode: batch_norm.BatchNorm, unbiased: bool = False) -> Params:
+        """What a run has found, all layers in one vector."""
+        if not self.norms:
+            return {}
+        buffers, means, variances = dict(self.module.named_buffers()), [], []
+        for norm in self.norms:
+            # A layer that did not run, as the auxiliary head of some models, has the statistics that it came with.
+            unused = buffers[norm.name + MEAN], buffers[norm.name + VARIANCE], None
+            mean, variance, count = mode.found.get(norm.name, unused)
+            means.append(mean)
+            variances.append(
+                variance * (count / (count - 1).clamp(min=1)) if unbiased and count is not None else variance
+            )
+        return {"mean": torch.cat(means), "variance": torch.cat(variances)}
+
+    def _run(self, params: Params, x: Tensor) -> Tensor:
+        # torch's own tie_weights leaves the values of this call in a module that is registered under two names
+        # (pytorch#164759), so tied parameters are passed by name.
+        tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
+        with kernels.routed(x):
+            out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        return out
+
+
+@contextmanager
+def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """A module in training or not, and afterwards as it was: it is the user's."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, was in before:
+            part.training = was
+
+
+def _mean(losses: Tensor, weight: Tensor | None) -> Tensor:
+    return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)

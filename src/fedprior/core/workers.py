@@ -1,0 +1,61 @@
+"""Clients side by side on the cores of a CPU: a thread a client, one core a thread.
+
+torch's own threads split each operation instead. The operations of one small client are too short for that, and on a
+busy machine its threads spend their time waiting for each other. `--set workers=1` goes back to torch's threads:
+compare the seconds of two runs.
+"""
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from fedprior.core.network import Network
+
+Item = TypeVar("Item")
+Out = TypeVar("Out")
+
+
+class Workers:
+    """A pool of threads, each with a copy of the network to call (a module can serve one call at a time)."""
+
+    def __init__(self, network: Network, count: int) -> None:
+        self.count = count
+        self.networks: queue.SimpleQueue[Network] = queue.SimpleQueue()
+        for _ in range(count):
+            self.networks.put(replace(network, module=copy.deepcopy(network.module)))
+        self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
+
+    def map(self, fn: Callable[[Network, Item], Out], items: Iterable[Item]) -> list[Out]:
+        """`fn(network, item)` for every item, in order."""
+
+        def call(item: Item) -> Out:
+            network = self.networks.get()
+            try:
+                return fn(network, item)
+            finally:
+                self.networks.put(network)
+
+        with one_core() if self.pool else _nothing():
+            return list(self.pool.map(call, items)) if self.pool else [call(item) for item in items]
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep torch from splitting operations, and leave its setting as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,136 @@
+"""Which examples a client sees at each local step: the same for a padded and an unpadded client."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedprior.core import keys
+from fedprior.core.federated import FederatedData
+from fedprior.em import Batch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a client trains: `epochs` passes over its examples, or `steps` batches if given."""
+
+    batch_size: int
+    epochs: int = 1
+    steps: int | None = None
+
+    def per_epoch(self, size: int) -> int:
+        """Batches in one pass over `size` examples; the last may be smaller."""
+        return -(-size // self.batch_size)
+
+    def total(self, size: int) -> int:
+        """Local steps of a client with `size` examples."""
+        return self.steps if self.steps is not None else self.epochs * self.per_epoch(size)
+
+
+class ClientBatches:
+    """One client's batches, each as long as it is, gathered when it is asked for."""
+
+    def __init__(self, data: FederatedData, client: int, schedule: Schedule, key: Tensor) -> None:
+        self.data, self.schedule, self.key = data, schedule, key
+        self.rows, self.size = data.train[client], data.train.size(client)
+        self.epoch, self.order = -1, self.rows
+
+    def __len__(self) -> int:
+        return self.schedule.total(self.size)
+
+    def __getitem__(self, step: int) -> Batch:
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        epoch, place = divmod(step, self.schedule.per_epoch(self.size))
+        if epoch != self.epoch:
+            drawn = keys.permutation(keys.fold(self.key, epoch), self.size, self.size)
+            self.epoch, self.order = epoch, self.rows[drawn.to(self.rows.device)]
+        width = self.schedule.batch_size
+        chosen = self.order[place * width : (place + 1) * width]
+        device = self.key.device
+        return Batch(self.data.x[chosen].to(device), self.data.y[chosen].to(device), None, None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host must know of a cohort before its tensors are made: how many there are, and how large."""
+
+    steps: int
+    """Local steps of the client that takes the most."""
+    epochs: int
+    """Passes of the client that makes the most."""
+    capacity: int
+    """Places for a client's examples: whole batches, so that cohorts of like size share a plan."""
+    even: bool
+    """Whether all clients take as many steps."""
+    whole: int = 0
+    """Leading batches of each pass that are full for all clients, where they have as many batches."""
+
+    @classmethod
+    def of(cls, sizes: list[int], schedule: Schedule) -> "Plan":
+        """The plan for clients with so many examples."""
+        totals = [schedule.total(size) for size in sizes]
+        epochs = max(-(-total // schedule.per_epoch(size)) for total, size in zip(totals, sizes, strict=True))
+        passes, width = {schedule.per_epoch(size) for size in sizes}, schedule.batch_size
+        whole = min(sizes) // width if len(passes) == 1 else 0
+        return cls(max(totals), epochs, max(passes) * width, len(set(totals)) == 1, whole)
+
+
+class Places(NamedTuple):
+    """Where each client of a cohort has its examples: `rows[start : start + size]`."""
+
+    rows: Tensor
+    start: Tensor
+    size: Tensor
+
+    def table(self, capacity: int) -> Tensor:
+        """One line of rows a client; places beyond its own repeat its last."""
+        offset = torch.arange(capacity, device=self.rows.device)
+        last = (self.size - 1).clamp(min=0)
+        places = self.start[:, None] + torch.minimum(offset, last[:, None])
+        return self.rows[places.clamp(max=len(self.rows) - 1)]
+
+
+class CohortBatches:
+    """A cohort's batches stacked [clients, batch, …], padded where a client has fewer examples or steps.
+
+    Everything is a tensor: with the same plan, other clients are other numbers in the same captured graph.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, places: Places, schedule: Schedule, plan: Plan, key: Tensor) -> None:
+        self.x, self.plan, self.width, device = x, plan, schedule.batch_size, key.device
+        per_epoch = (places.size + self.width - 1) // self.width
+        total = per_epoch * schedule.epochs
+        total = total if schedule.steps is None else torch.full_like(total, schedule.steps)
+
+        def orders(key: Tensor, size: Tensor, epoch: Tensor) -> Tensor:
+            return keys.permutation(keys.fold(key, epoch), size, plan.capacity)
+
+        over_epochs = torch.func.vmap(orders, (None, None, 0))
+        epochs = torch.arange(plan.epochs, device=device)
+        order = torch.func.vmap(over_epochs, (0, 0, None))(key, places.size, epochs)
+        # All steps at once: [clients, steps, batch].
+        steps = torch.arange(plan.steps, device=device)
+        self.active = total[:, None] > steps
+        # A client that has finished repeats its last step; `active` then discards the result.
+        step_of = torch.minimum(steps, total[:, None] - 1)
+        epoch, place = step_of // per_epoch[:, None], step_of % per_epoch[:, None]
+        positions = place[..., None] * self.width + torch.arange(self.width, device=device)
+        shuffled = order.flatten(1).gather(1, (positions + epoch[..., None] * plan.capacity).flatten(1))
+        self.rows = places.table(plan.capacity).gather(1, shuffled).view(positions.shape)
+        self.y = y[self.rows]
+        dtype = x.dtype if x.is_floating_point() else torch.float32
+        self.weight = (positions < places.size[:, None, None]).to(dtype)
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+    def __getitem__(self, step: int) -> Batch:
+        if step >= self.plan.steps:
+            raise IndexError(step)
+        full = step % (self.plan.capacity // self.width) < self.plan.whole
+        weight = None if full else self.weight[:, step]
+        return Batch(
+            self.x[self.rows[:, step]], self.y[:, step], weight, None if self.plan.even else self.active[:, step]
+        )

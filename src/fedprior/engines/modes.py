@@ -1,0 +1,74 @@
+"""How rounds are run: clients in turn, or runs stacked together."""
+
+from typing import Protocol
+
+from fedprior.core.dropout import recurrent
+from fedprior.core.errors import DivergedError, SettingError
+from fedprior.engines import arithmetic, ranks
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.server import Record
+from fedprior.engines.stacked.together import Together
+
+MODES = ("in-turn", "vectorised", "captured")
+
+
+class Engine(Protocol):
+    """What drives one or several simulations, round by round."""
+
+    def step(self, evaluate: bool) -> list[Record | DivergedError]:
+        """One round of each."""
+
+    def sync(self) -> None:
+        """Bring the simulations up to date, so that they can be saved."""
+
+
+class InTurn:
+    """One simulation, its clients in turn."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    def step(self, evaluate: bool) -> list[Record | DivergedError]:
+        """One plain round."""
+        with arithmetic.using(self.simulation.arithmetic, self.simulation.root.device):
+            try:
+                return [self.simulation.step(evaluate)]
+            except DivergedError as error:
+                return [error]
+
+    def sync(self) -> None:
+        """Nothing: the simulation is where its state is."""
+
+
+def engine(simulations: list[Simulation], mode: str) -> Engine:
+    """The engine of a mode; clients train in turn in one simulation at a time."""
+    if mode == "in-turn":
+        (simulation,) = simulations
+        return InTurn(simulation)
+    return Together(simulations, capture=mode == "captured")
+
+
+def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
+    """The mode that was asked for, or the fastest that the device, the messages and the optimisers allow."""
+    algorithm, on_gpu = simulation.algorithm, simulation.root.device.type == "cuda"
+    optimisers = [*algorithm.local.values(), *(algorithm.server or {}).values()]
+    stuck = [str(optimiser) for optimiser in optimisers if not optimiser.capturable]
+    if wanted != "in-turn" and not algorithm.vectorises:
+        if wanted == "auto":
+            return "in-turn"
+        raise SettingError(
+            "an optimiser does not act element by element, so clients must train in turn: set mode=in-turn"
+        )
+    if wanted != "in-turn" and (kind := recurrent(simulation.network.module)):
+        if wanted == "auto":
+            return "in-turn"
+        raise SettingError(f"torch cannot vectorise a {kind}, so clients must train in turn: set mode=in-turn")
+    if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
+        why = "there is no CUDA device" if not on_gpu else "several ranks share it"
+        why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why
+        raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
+    if wanted != "auto":
+        return wanted
+    if not on_gpu or messages == "encode":
+        return "in-turn"
+    return "vectorised" if stuck or ranks.count() > 1 else "captured"

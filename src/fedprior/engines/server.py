@@ -1,0 +1,125 @@
+"""What happens at the server alike in a simulation and in a deployment: update, evaluate, and the finished model."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedprior.core import trees
+from fedprior.core.batch_norm import MEAN, VARIANCE, find_norms, forget
+from fedprior.core.ensemble import Ensemble
+from fedprior.core.errors import DivergedError
+from fedprior.core.federated import FederatedData
+from fedprior.core.late import late
+from fedprior.core.metrics import Measures, global_scores, layer_sparsity, local_scores
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import Share
+from fedprior.core.workers import Workers
+from fedprior.em import Algorithm, m_step
+
+Record = dict[str, Any]
+
+
+def update(
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    number: int,
+    rate: float | Tensor = 1.0,
+) -> Tree:
+    """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
+    moments = optimiser.state() if optimiser else {}
+    updated = m_step(algorithm, server, uploads, optimiser, share.fraction, share.weight, rate=rate)
+    if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
+        return updated
+    if optimiser:
+        optimiser.load_state(moments)
+    raise server_diverged(number)
+
+
+def evaluate(
+    algorithm: Algorithm,
+    state: Tree,
+    measures: Measures,
+    scores: Mapping[str, Tensor],
+    workers: Workers,
+    data: FederatedData | None,
+) -> Record:
+    """Global and local scores and size of the server as it is; the global ones need test examples."""
+    prior = algorithm.prior
+    server = prior.prune(state)
+    models = algorithm.predict(server)
+    return {
+        **global_scores(workers, measures, algorithm.ship(server), data),
+        **local_scores(scores),
+        "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
+        **layer_sparsity(models),
+        **prior.tally(server),
+    }
+
+
+def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
+    """What a summary says of all rounds together, of the last one and, `…_late`, of the last 5%."""
+    server, last = algorithm.prior.prune(state), records[-1]
+    return {
+        "rounds": len(records),
+        **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
+        **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
+        "bytes_up": sum(record["bytes_up"] for record in records),
+        "bytes_down": sum(record["bytes_down"] for record in records),
+        "sparsity": last.get("sparsity"),
+        "parameters": trees.count(algorithm.predict(server)),
+        "effective_parameters": algorithm.prior.effective_parameters(server),
+    }
+
+
+def final_model(algorithm: Algorithm, state: Tree, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
+    """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+    models = algorithm.ship(algorithm.prior.prune(state))
+    members = []
+    for k in range(len(next(iter(models.values())))):
+        member = copy.deepcopy(module)
+        members.append(with_values(member, trees.row(models, k)))
+    return members[0] if len(members) == 1 else Ensemble(members, class_dim).eval()
+
+
+def with_values(module: nn.Module, values: Params) -> nn.Module:
+    """A module with these weights and statistics; its norms use those of the batch where there are none."""
+    module.load_state_dict(values, strict=False)
+    for norm in find_norms(module):
+        if norm.name + MEAN not in values:
+            forget(module, norm)
+    return module.eval()
+
+
+def learned(module: nn.Module) -> Params:
+    """What training has made of a module: its parameters, and its norms' statistics."""
+    parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    buffers = dict(module.named_buffers())
+    return parameters | {n.name + part: buffers[n.name + part] for n in find_norms(module) for part in (MEAN, VARIANCE)}
+
+
+def floored(state: Tree) -> set[str]:
+    """The layers in which the floor kept a unit."""
+    return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
+
+
+def client_diverged(client: int, number: int) -> DivergedError:
+    """What a user reads when a client's numbers overflow."""
+    return DivergedError(
+        f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
+        "The state before that round is kept; lower the learning rates"
+    )
+
+
+def server_diverged(number: int) -> DivergedError:
+    """What a user reads when the server's numbers overflow."""
+    return DivergedError(
+        f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
+        "The state before that round is kept; lower the server's learning rates"
+    )

@@ -1,0 +1,1 @@
+"""All clients of a cohort, and several runs, in one computation."""

@@ -1,0 +1,46 @@
+"""Many tensors as one long one: a GPU takes longer to start on most of them than to read them."""
+
+import torch
+from torch import Tensor
+
+from fedprior.core import trees
+from fedprior.core.trees import Tree
+
+SMALL = 2**16
+"""Numbers of a client or run below which joining tensors costs less than looking at each."""
+
+
+class Kept:
+    """Tensors as they were, one row a run, to be given other values in those runs that are fine.
+
+    All tensors of a kind are one long one meanwhile: a GPU takes as long to start as to copy most of them.
+    """
+
+    def __init__(self, tensors: list[Tensor], rows: int) -> None:
+        self.tensors, self.rows = tensors, rows
+        self.old = self._join(tensors)
+
+    def _join(self, tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
+        kinds = {tensor.dtype for tensor in self.tensors}
+        pairs = list(zip(self.tensors, tensors, strict=True))
+        return {
+            kind: torch.cat([new.reshape(self.rows, -1) for mine, new in pairs if mine.dtype == kind], 1)
+            for kind in kinds
+        }
+
+    def put(self, fine: Tensor, new: list[Tensor]) -> None:
+        """Row by row, the new values where the flag is set, else the old."""
+        for kind, values in self._join(new).items():
+            targets = [tensor for tensor in self.tensors if tensor.dtype == kind]
+            chosen = torch.where(fine[:, None], values, self.old[kind])
+            pieces = chosen.split([target.numel() // self.rows for target in targets], 1)
+            shaped = [piece.reshape(-1).view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
+            trees.copy_all(targets, shaped)
+
+
+def finite(tree: Tree, dims: int) -> Tensor:
+    """Whether everything behind the first `dims` dimensions is finite."""
+    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
+    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
+    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
+    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)

@@ -1,0 +1,47 @@
+"""Data larger than the device: they stay on the host, and a round brings its cohort's examples along.
+
+Gathered on the host into pinned memory and copied without waiting, they have one block of places a client, so that in a
+captured graph other cohorts are other numbers in the same memory.
+"""
+
+import torch
+from torch import Tensor
+
+from fedprior.core.federated import FederatedData
+from fedprior.core.trees import Params, Tree
+from fedprior.engines.batches import Places
+
+
+def cohort_examples(pairs: list[tuple[FederatedData, int]], train: int, test: int, device: torch.device) -> Tree:
+    """The training and test examples of some clients on the device, so many places for each client's."""
+    data = pairs[0][0]
+    own = [own.train[client] for own, client in pairs], [own.test[client] for own, client in pairs]
+    return {
+        "train": _gather({"x": data.x, "y": data.y}, own[0], train, device),
+        "test": _gather({"x": data.test_x, "y": data.test_y}, own[1], test, device),
+    }
+
+
+def places(examples: Params, size: Tensor) -> tuple[Tensor, Tensor, Places]:
+    """Inputs, targets, and where each client has its own among them."""
+    x, y = examples["x"], examples["y"]
+    start = torch.arange(len(size), device=size.device) * (len(x) // len(size))
+    return x, y, Places(torch.arange(len(x), device=size.device), start, size)
+
+
+def _gather(values: Params, own: list[Tensor], capacity: int, device: torch.device) -> Params:
+    """Rows of some arrays, client after client; places beyond a client's own repeat its last."""
+    rows = torch.cat([_padded(mine, capacity) for mine in own])
+    pin = device.type == "cuda"
+    out = {}
+    for name, value in values.items():
+        block = torch.empty(len(rows), *value.shape[1:], dtype=value.dtype, pin_memory=pin)
+        torch.index_select(value, 0, rows, out=block)
+        out[name] = block.to(device, non_blocking=True)
+    return out
+
+
+def _padded(rows: Tensor, capacity: int) -> Tensor:
+    if not len(rows):  # a client without test examples: any row will do, it is never looked at
+        return rows.new_zeros(capacity)
+    return rows[torch.arange(capacity).clamp(max=len(rows) - 1)]

@@ -1,0 +1,132 @@
+"""The tensors of a round of several runs: what goes in, what comes out, and their way to the device and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprior.core import trees
+from fedprior.core.trees import Gates, Params, Tree
+from fedprior.engines.batches import Places, Plan
+
+
+class Shape(NamedTuple):
+    """What the host must know to make a round's tensors; rounds of one shape share a captured graph."""
+
+    plan: Plan
+    tests: int
+    """Places for a client's test examples."""
+
+
+class Inputs(NamedTuple):
+    """What changes from round to round beside the state."""
+
+    clients: Tensor
+    """[runs, cohort], each run's own numbering."""
+    round: Tensor
+    """[runs]: its number."""
+    memory: Tree
+    """[runs · cohort, …]: what the correction remembers."""
+    rates: Params
+    """What becomes of the learning rates, where a graph is captured and they are not constant; see `schedules.py`."""
+    examples: Tree
+    """[runs · cohort · places, …]: the cohort's own, where the data stay on the host; see `streaming.py`."""
+
+
+class Numbers(NamedTuple):
+    """What the host reads of a round, one row a run."""
+
+    loss: Tensor
+    up: Tensor
+    down: Tensor
+    fine_clients: Tensor
+    fine_server: Tensor
+    disagreement: Tensor
+    """Mean and maximum total variation; empty where there are no gates."""
+    floored: Tensor
+    """One flag a layer."""
+    scores: Tensor
+    """[runs, cohort · measures]: added up over each client's test examples."""
+
+
+class Outputs(NamedTuple):
+    """Numbers for the records, and the clients' memories."""
+
+    numbers: Numbers
+    memory: Tree
+
+
+@dataclass(frozen=True)
+class Index:
+    """The examples of all runs' clients: client c of run r is the `base[r] + c`-th."""
+
+    rows: Tensor
+    start: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, shards: list[Any], device: torch.device) -> "Index":
+        """The runs' shards one after the other; their rows are of one and the same array."""
+        before = np.cumsum([0, *(len(shard.rows) for shard in shards[:-1])])
+        start = np.concatenate([shard.offsets[:-1] + first for shard, first in zip(shards, before, strict=True)])
+        size = np.concatenate([shard.sizes for shard in shards])
+        rows = torch.cat([shard.rows for shard in shards]) if len(shards) > 1 else shards[0].rows
+        return cls(rows, torch.from_numpy(start).to(device), torch.from_numpy(size).to(device))
+
+    def places(self, clients: Tensor) -> Places:
+        """Of some clients."""
+        return Places(self.rows, self.start[clients], self.size[clients])
+
+
+class Captured:
+    """A round as a CUDA graph. Replaying it costs one launch, however many kernels it holds."""
+
+    def __init__(self, fn: Callable[[Inputs], Outputs], inputs: Inputs, pool: Any) -> None:
+        self.inputs: Inputs = Inputs(*(trees.tree_map(Tensor.clone, part) for part in inputs))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.outputs = fn(self.inputs)
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            trees.tree_map(Tensor.copy_, mine, given)
+        self.graph.replay()
+        return self.outputs
+
+
+def floor_flags(state: Tree, dims: int) -> Tensor:
+    """[runs, layers]: where the floor acted, for any client if there are clients."""
+    floored = list(state.get("floored", {}).values())
+    if not floored:
+        leaf = next(trees.leaves(state))[1]
+        return torch.zeros(len(leaf), 1, device=leaf.device, dtype=torch.bool)
+    flags = torch.stack(floored, -1) > 0
+    return flags.any(1) if dims == 2 else flags
+
+
+def disagreement_of(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor:
+    """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
+    if not server_gates:
+        return torch.zeros(runs, 0)
+    both = [torch.cat([gates[layer].flatten(1) for layer in server_gates], 1) for gates in (client_gates, server_gates)]
+    distances = (both[0] - both[1]).abs().reshape(runs, -1)
+    return torch.stack([distances.mean(1), distances.amax(1)], 1)
+
+
+def to_host(numbers: Numbers) -> list[Tensor]:
+    """All of them in one copy, which is the only time the host waits for the device."""
+    parts = [part if part.dim() == 2 else part[:, None] for part in numbers]
+    device = numbers.loss.device
+    packed = torch.cat([part.to(device, torch.float64) for part in parts], 1).cpu()
+    split = packed.split([part.shape[1] for part in parts], 1)
+    return [
+        (piece if part.dim() == 2 else piece[:, 0]).to(part.dtype) for piece, part in zip(split, numbers, strict=True)
+    ]
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

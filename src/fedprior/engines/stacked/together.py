@@ -1,0 +1,306 @@
+"""Several runs as one: the fast twin of `Simulation.step`, which is its specification.
+
+Every tensor of every run is stacked along a leading dimension, the cohorts of all runs train as one, and on a GPU the
+whole round is one captured CUDA graph, replayed with other clients and other keys. Inside a round nothing waits for the
+host; at its end one small tensor of numbers comes back.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedprior.core import keys, trees
+from fedprior.core.errors import DivergedError
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.metrics import each
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.schedules import Rate
+from fedprior.core.trees import Tree
+from fedprior.em import Algorithm, EStep, e_step, m_step
+from fedprior.engines import arithmetic, ranks
+from fedprior.engines.batches import CohortBatches, Places, Plan
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.server import Record, client_diverged, server_diverged
+from fedprior.engines.stacked import carry, streaming
+from fedprior.engines.stacked.joined import Kept, finite
+from fedprior.engines.stacked.tensors import (
+    Captured,
+    Index,
+    Inputs,
+    Numbers,
+    Outputs,
+    Shape,
+    disagreement_of,
+    floor_flags,
+    to_device,
+    to_host,
+)
+from fedprior.priors.tuned import tuned
+
+
+class Together:
+    """Simulations of one task and algorithm whose seeds, and scalar settings of the prior, may differ."""
+
+    def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
+        first = simulations[0]
+        self.runs, self.device, self.capture = simulations, first.root.device, capture
+        self.cohort, self.streamed = first.clients_per_round, first.streamed
+        prior, settings = tuned([sim.algorithm.prior for sim in simulations], next(trees.leaves(first.server))[1])
+        self.algorithm = replace(first.algorithm, prior=prior)
+        self.server: Tree = trees.stack([sim.server for sim in simulations]) | settings
+        self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
+        self.roots = [keys.key(sim.seed) for sim in simulations]
+        self.root = to_device(torch.stack(self.roots), self.device)
+        shards = [(sim.data.train, sim.data.test) for sim in simulations]
+        self.train, self.test = (Index.of(list(part), self.device) for part in zip(*shards, strict=True))
+        counts = [sim.data.clients for sim in simulations]
+        self.base = torch.tensor([0, *np.cumsum(counts)[:-1]], device=self.device)[:, None]
+        self.hostile = torch.cat([sim.hostile for sim in simulations])
+        self.weighs = first.weighting == "examples" and any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
+        self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
+        self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
+        self.downlink = first.algorithm.downlink(first.server)
+        self.rate = Rate()
+        self.seen: set[Shape] = set()
+        self.graphs: dict[Shape, Captured] = {}
+        self.diverged: dict[int, DivergedError] = {}
+        self.alive = torch.ones(len(simulations), dtype=torch.bool, device=self.device)
+        """Runs that have not diverged; the state of the others stays as it was before that round."""
+        self.counted = False
+        """Whether the optimiser's counts, which are one for all runs, moved in the last round."""
+        self.settled: set[int] = set()
+        """Runs that diverged and have been given their moments back."""
+        self.layers: list[str] = []
+        self._show()
+
+    # ------------------------------------------------------------------ one round
+    def step(self, evaluate: bool) -> list[Record | DivergedError]:
+        """One round of every run; a run that diverged answers with its error from then on."""
+        with arithmetic.using(self.runs[0].arithmetic, self.device):
+            return self._step(evaluate)
+
+    def _step(self, evaluate: bool) -> list[Record | DivergedError]:
+        start = time.perf_counter()
+        clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
+        outputs = self._replay(shape, inputs)
+        numbers = Numbers(*to_host(outputs.numbers))
+        fine = numbers.fine_clients.all(1) & numbers.fine_server
+        self.counted = any(bool(fine[place]) for place in range(len(fine)) if place not in self.diverged)
+        for place, run in enumerate(self.runs):
+            if place not in self.diverged:
+                self._conclude(place, run, clients[place], numbers, outputs.memory)
+        seconds = (time.perf_counter() - start) / len(self.runs)
+        records: list[Record | DivergedError] = []
+        for place, run in enumerate(self.runs):
+            began = time.perf_counter()
+            records.append(self.diverged.get(place) or self._record(place, run, numbers, evaluate))
+            run.seconds += seconds + time.perf_counter() - began
+        return records
+
+    def sync(self) -> None:
+        """Write the server's moments back to every run, so that it can be saved as if it had run alone.
+
+        To be called after the round in which a run diverges: later, the count of its steps is no longer known.
+        """
+        for place, run in enumerate(self.runs):
+            if self.optimiser and run.optimiser and run.round > 0 and place not in self.settled:
+                late = place in self.diverged and self.counted
+                run.optimiser.load_state(self.optimiser.row(place, late=late))
+        self.settled = set(self.diverged)
+
+    def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
+        """Choose the cohorts, on the host."""
+        clients = [
+            keys.choose(Turn(root, number).key(Purpose.COHORT), run.data.clients, self.cohort)
+            for root, run in zip(self.roots, self.runs, strict=True)
+        ]
+        pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
+        plan = Plan.of([data.train.size(client) for data, client in pairs], self.runs[0].schedule)
+        tests = max(data.test.size(client) for data, client in pairs)
+        shape = Shape(plan, 1 << (tests - 1).bit_length() if tests > 1 else tests)
+        remembered = [
+            run.memory.get(client, self.blank)
+            for run, chosen in zip(self.runs, clients, strict=True)
+            for client in chosen
+        ]
+        memory = trees.stack(remembered) if self.blank else {}
+        chosen, numbers = torch.tensor(clients), torch.full((len(clients),), number)
+        mine = [pairs[place] for place in ranks.share(len(pairs))]
+        examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
+        self.rate = self.runs[0].rates.at(number)
+        # In a graph the rates are numbers that are read at each replay.
+        fixed = self.runs[0].rates.constant or not self.capture
+        rates = {} if fixed else {k: to_device(torch.tensor(v), self.device) for k, v in self.rate._asdict().items()}
+        inputs = Inputs(to_device(chosen, self.device), to_device(numbers, self.device), memory, rates, examples)
+        return clients, shape, inputs
+
+    def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
+        """The first round of a shape runs as it is, which warms everything up; the second is captured."""
+        if not self.capture or shape not in self.seen:
+            self.seen.add(shape)
+            return self._round(shape, inputs)
+        if shape not in self.graphs:
+            pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
+            self.graphs[shape] = Captured(partial(self._round, shape), inputs, pool)
+        return self.graphs[shape](inputs)
+
+    def _round(self, shape: Shape, inputs: Inputs) -> Outputs:
+        """Broadcast, E-steps, M-step: tensors in, tensors out, the state changed in place."""
+        algorithm, prior, number = self.algorithm, self.algorithm.prior, len(self.runs)
+        first = self.runs[0]
+        server = vmap(prior.prune)(self.server)
+        spoken, packets, down, floored = self._packets(server, inputs)
+        flat = (inputs.clients + self.base).flatten()
+        everyone = number * self.cohort
+        flat, turn, own, memory = ranks.own((flat, tuple(self._turns(inputs)), packets, inputs.memory), everyone)
+        turn = Turn(*turn)
+        examples = self._examples("train", inputs, flat)
+        batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
+        tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
+        rate = Rate(**inputs.rates) if inputs.rates else self.rate
+        train = partial(e_step, vectorised=True, tamper=tamper, rate=rate.local)
+        step = train(algorithm, first.network, own, batches, turn, memory)
+        scores = self._scores(step, own, *self._examples("test", inputs, flat), shape.tests)
+        step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
+        uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
+        uploads, up = carry.uploads(algorithm, uploads, step.coded, spoken)
+        loss = step.loss.unflatten(0, (number, self.cohort))
+        fine_clients = finite(uploads, 2) & loss.isfinite()
+        fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
+        self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
+        floored = floored | floor_flags(server, 1) | floor_flags(uploads, 2)
+        numbers = Numbers(
+            loss=loss.mean(1),
+            up=up,
+            down=down,
+            fine_clients=fine_clients,
+            fine_server=fine_server,
+            disagreement=disagreement_of(step.gates, vmap(prior.gates)(packets), number),
+            floored=floored,
+            scores=scores.reshape(number, -1),
+        )
+        return Outputs(numbers, step.memory)
+
+    def _turns(self, inputs: Inputs) -> Turn:
+        """[runs · cohort]: whose draws each client's are."""
+        everyone = self.root.repeat_interleave(self.cohort), inputs.round.repeat_interleave(self.cohort)
+        return Turn(*everyone, inputs.clients.flatten())
+
+    def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tree, Tensor, Tensor]:
+        """What the runs say [runs, cohort, …], what each client receives [runs · cohort, …], the bytes a run sends, and
+        which layers were floored."""
+        algorithm, pack = self.algorithm, partial(carry.packet, self.algorithm, self.downlink)
+        key = self._turns(inputs).key(Purpose.BROADCAST).unflatten(0, (-1, self.cohort))
+        if algorithm.prior.per_client:
+            to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
+            spoken = to_clients(server, key)
+            heard, sizes = vmap(vmap(pack))(spoken)
+            down, flags = sizes.sum(1), floor_flags(spoken, 2)
+        else:
+            once = vmap(algorithm.broadcast)(server, key[:, 0])
+            received, sizes = vmap(pack)(once)
+            down, flags = sizes * self.cohort, floor_flags(once, 1)
+            # One packet for all: with a single run every client reads the same memory.
+            spoken, heard = trees.tree_map(
+                lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), (once, received)
+            )
+        self.layers = list(spoken.get("floored", {}))
+        packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard)
+        return spoken, {name: part for name, part in packets.items() if name != "floored"}, down, flags
+
+    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
+        """Update the state of every run that is fine in place; say which runs are."""
+        moments = self.optimiser.moments() if self.optimiser else []
+        counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
+        before = Kept(moments, len(self.runs)), Kept(counts, 1)
+        counted = self._share(clients)
+        updated = m_step(self.algorithm, server, uploads, self.optimiser, *counted, rate=rate, vectorised=True)
+        fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
+        fine = fine & fine_server & self.alive
+        before[0].put(fine, moments)
+        before[1].put(fine.any()[None], counts)
+        known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
+        stays = [path for path in new if path in known]
+        Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
+        for path, value in new.items():
+            if path not in known:  # only before the first capture: pruning adds sections to a new server
+                section, name = path.split("/", 1)
+                self.server.setdefault(section, {})[name] = value.clone()
+        return fine_server
+
+    def _share(self, clients: Tensor) -> tuple[float | Tensor, Tensor | None]:
+        """What each run's cohort counts for: `Simulation.share`, in tensors."""
+        if not self.weighs:
+            return self.cohort / self.runs[0].data.clients, None
+        weight = self.train.size[clients + self.base].double()
+        return weight.sum(1) / self.examples, weight
+
+    def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
+        """Where the examples of these clients are: in the resident data, or in what came with the inputs."""
+        data, index = self.runs[0].data, self.train if part == "train" else self.test
+        if self.streamed:
+            return streaming.places(inputs.examples[part], index.size[clients])
+        x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
+        return x, y, index.places(clients)
+
+    def _scores(self, step: EStep, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+        """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
+        network, what = self.runs[0].network, self.runs[0].measures
+        if capacity == 0:
+            return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
+        params = {**vmap(self.algorithm.prior.realise)(step.upload, packet), **step.own}
+        rows = places.table(capacity)
+        real = torch.arange(capacity, device=rows.device) < places.size[:, None]
+        with torch.no_grad():
+            found = vmap(lambda params, x, y, real: each(network, what, network.predict(params, x, real), y))(
+                params, x[rows], y[rows], real
+            )
+        return torch.where(real[:, None], found, 0.0).sum(2)
+
+    # ------------------------------------------------------------------ each run as if alone
+    def _show(self) -> None:
+        """Every run's server is a view of its row of ours."""
+        for place, run in enumerate(self.runs):
+            run.server = {
+                name: trees.row(section, place) for name, section in self.server.items() if name != "settings"
+            }
+
+    def _conclude(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
+        """The part of a round that happens to a run's own state."""
+        number = run.round + 1
+        self._show() if number == 1 else None
+        if not bool(numbers.fine_clients[place].all()):
+            self.diverged[place] = client_diverged(clients[int((~numbers.fine_clients[place]).nonzero()[0])], number)
+        elif not bool(numbers.fine_server[place]):
+            self.diverged[place] = server_diverged(number)
+        if place in self.diverged:
+            self.alive[place] = False
+            return
+        for i, client in enumerate(clients if self.blank else []):
+            run.memory[client] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))
+        run.measure(clients, numbers.scores[place].unflatten(0, (self.cohort, -1)))
+        run.round = number
+
+    def _record(self, place: int, run: Simulation, numbers: Numbers, evaluate: bool) -> Record:
+        floored = {layer for layer, flag in zip(self.layers, numbers.floored[place].tolist(), strict=False) if flag}
+        sizes = int(numbers.up[place]), int(numbers.down[place])
+        record = run.record(*sizes, float(numbers.loss[place]), floored, evaluate)
+        if evaluate and numbers.disagreement.shape[1]:
+            mean, most = numbers.disagreement[place].tolist()
+            record |= {"tv_mean": mean, "tv_max": most}
+        return record
+
+
+def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tree) -> TreeOptimiser | None:
+    """The server optimisers of all runs as one, with their moments."""
+    if algorithm.server is None:
+        return None
+    optimiser = TreeOptimiser(algorithm.server, server, len(runs))
+    states = [run.optimiser.state() for run in runs if run.optimiser is not None]
+    optimiser.load_rows(states)
+    return optimiser

@@ -1,0 +1,114 @@
+"""From bytes to a sparsity: what FedNarrow must be asked for to stay within a budget."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedprior import wire
+from fedprior.core import keys
+from fedprior.core.errors import SettingError
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.network import Network
+from fedprior.core.trees import Gates
+from fedprior.em import Algorithm
+from fedprior.engines.settings import Settings
+from fedprior.priors import Narrow
+
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def read_bytes(text: str) -> int:
+    """A number of bytes with its unit.
+
+    >>> read_bytes("5GiB"), read_bytes("1.5 MB")
+    (5368709120, 1500000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]i?|Ki|)B\s*", text)
+    if not match or match[2] not in UNITS:
+        raise SettingError(f"a budget is a number of bytes as in 5GiB or 800MB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def sparsity_for(
+    budget: int, build: Callable[[float], Algorithm], network: Network, settings: Settings, clients: int
+) -> float:
+    """The smallest sparsity with which a whole run sends no more than `budget` bytes, in both directions together.
+
+    `build` makes the algorithm for a sparsity. Whole numbers are counted at their full width: the entropy code, whose
+    gain is known only afterwards, makes messages shorter still. `clients` is how many there are in all.
+    """
+    if run_bytes(build(0.0), network, settings, clients) <= budget:
+        return 0.0
+    low, most = 0.0, _prior(build(0.0)).most_sparse()
+    high = most
+    if (least := run_bytes(build(most), network, settings, clients)) > budget:
+        raise SettingError(
+            f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
+            f"{settings.rounds} rounds; have fewer rounds or a coarser --wire"
+        )
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if run_bytes(build(middle), network, settings, clients) <= budget else (middle, high)
+    return min(most, math.ceil(1e4 * high) / 1e4)
+
+
+def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, clients: int) -> int:
+    """What a run would send, its messages counted round by round with the cohorts and gates that it will draw.
+
+    `clients` is how many there are in all. Gates that are assigned before training are foreseen exactly; those of later
+    rounds as if the weights stayed what they are.
+    """
+    algorithm = settings.on_wire(algorithm)
+    server, prior = algorithm.init(network.params(), network.statistics()), _prior(algorithm)
+    layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
+    total, last = 0, -1
+    for number in range(1, settings.rounds + 1):
+        server = prior.prune(server)
+        size = prior.effective_parameters(server)
+        done = prior.settled(number) and size == last
+        rounds = range(number, settings.rounds + 1 if done else number + 1)
+        total += _bytes_of(prior, server["open"], layouts, settings, clients, rounds)
+        if done:
+            break
+        last = size
+    return total
+
+
+SAMPLE = 32
+"""How many sub-networks are drawn to know the size of thousands."""
+
+
+def _bytes_of(
+    prior: Narrow, gates: Gates, layouts: list[wire.Layout], settings: Settings, clients: int, rounds: range
+) -> int:
+    """Of all messages of these rounds, in which the server keeps these gates.
+
+    Where there are many sub-networks, the mean of the first, and three standard errors more to be on the safe side.
+    """
+
+    def message(gates: Gates) -> Tensor:
+        return torch.stack([wire.count_bytes({"gates": gates}, layout) for layout in layouts]).sum()
+
+    count = settings.clients_per_round * len(rounds)
+    if not prior.per_client:
+        return int(message(gates)) * count
+    root, drawn = keys.key(settings.seed), list[Tensor]()
+    for number in rounds[: math.ceil(SAMPLE / settings.clients_per_round)]:
+        turn = Turn(root, number)
+        cohort = keys.choose(turn.key(Purpose.COHORT), clients, settings.clients_per_round)
+        drawn += turn.of(torch.tensor(cohort)).key(Purpose.BROADCAST)
+    each = torch.stack([message(prior.draw(gates, key)[0]) for key in drawn]).double()
+    if len(each) == count:
+        return int(each.sum())
+    return math.ceil(count * float(each.mean() + 3 * each.std() / len(each) ** 0.5))
+
+
+def _prior(algorithm: Algorithm) -> Narrow:
+    """The prior, which must be one with a budget."""
+    if not isinstance(algorithm.prior, Narrow):
+        raise SettingError("only fednarrow can be asked for a budget")
+    return algorithm.prior

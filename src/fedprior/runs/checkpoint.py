@@ -1,0 +1,44 @@
+"""What a checkpoint of a simulation holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedprior.core import storage
+from fedprior.engines.loop.round import Simulation
+
+FORMAT = "fedprior-checkpoint-2"
+
+
+def save(path: Path, simulation: Simulation, records: str = "") -> None:
+    """Everything that the next round depends on, and a checksum of the records that led here."""
+    moments = simulation.optimiser.state() if simulation.optimiser else {}
+    tree: dict[str, Any] = {"server": simulation.server, "optimiser": moments}
+    tree["memory"] = {str(client): remembered for client, remembered in simulation.memory.items()}
+    tree["clients"] = simulation.scores
+    saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree)
+    storage.save(path, FORMAT, saved)
+
+
+def load(path: Path, simulation: Simulation) -> str:
+    """Put a simulation built from the same config where the checkpoint left it; return the records' checksum."""
+    saved = storage.load(path, FORMAT, _identity(simulation))
+    with storage.fitting(path):
+        server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
+        kept = saved.tree["clients"]  # an older version kept accuracies only
+        scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in simulation.scores.items()}
+        network = simulation.network
+        blank = simulation.algorithm.remember(network.params(), network.statistics())
+        memory = {int(client): storage.like(blank, found) for client, found in saved.tree.get("memory", {}).items()}
+        if simulation.optimiser is not None:
+            simulation.optimiser.load_state(storage.moments(saved.tree.get("optimiser", {})))
+    simulation.server, simulation.scores, simulation.memory = server, scores, memory
+    simulation.round, simulation.seconds = saved.round, saved.seconds
+    return saved.records
+
+
+def _identity(simulation: Simulation) -> str:
+    """What must not change between two sessions of a run; learning rates and the number of rounds may."""
+    algorithm = simulation.algorithm
+    server = {section: optimiser.name for section, optimiser in (algorithm.server or {}).items()}
+    return json.dumps({"algorithm": algorithm.name, "server": server, "key": int(simulation.root)})

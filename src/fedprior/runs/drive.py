@@ -1,0 +1,209 @@
+"""A whole run: rounds, records, checkpoints, summary."""
+
+import html
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedprior.catalogue.data.images import Scale
+from fedprior.core.errors import DivergedError
+from fedprior.core.files import write_atomically
+from fedprior.core.storage import from_bytes, reading, to_bytes
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.modes import Engine, engine, mode_of
+from fedprior.engines.server import final_model, learned, totals, with_values
+from fedprior.engines.settings import Settings
+from fedprior.runs import checkpoint, early
+from fedprior.runs.folder import Record, RunFolder, checksum
+from fedprior.version import __version__
+
+Progress = Callable[[Record], object]
+"""Called after every round with its record; the run ends there if it returns STOP."""
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """What a run leaves: a line a round, a summary, and the server's model."""
+
+    records: list[Record]
+    summary: Record
+    model: nn.Module
+    """The server's network, pruned; where the server has several, their `Ensemble`."""
+    simulation: Simulation
+    path: Path | None
+    scale: Scale | None = None
+    """How images became inputs, for a task on images."""
+    best: nn.Module | None = None
+    """With keep=best, the model of the best evaluation."""
+
+    def __repr__(self) -> str:
+        header, *cells = self._shown()
+        widths = [max(len(header[i]), len(cells[0][i])) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *cells)
+        ]
+        where = f", kept in {self.path}" if self.path else ""
+        return "\n".join([f"Result: {self._title()}{where}", *lines])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        header, *cells = [
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+            for tag, line in zip(("th", "td"), self._shown(), strict=True)
+        ]
+        return f"<table><caption>{html.escape(self._title())}</caption><tr>{header}</tr><tr>{cells[0]}</tr></table>"
+
+    def _shown(self) -> list[list[str]]:
+        """The header and the row of a table of runs."""
+        from fedprior.report.table import columns, more_scores, rows
+
+        return [columns(more_scores([self.summary])), *rows([self.summary])]
+
+    def _title(self) -> str:
+        about = self.summary
+        return f"{about['algorithm']} on {about['task']}, {about['rounds']} rounds, seed {about['seed']}"
+
+
+@dataclass
+class Job:
+    """A run on its way: its state, where it is kept, and what has been recorded so far."""
+
+    simulation: Simulation
+    settings: Settings
+    about: Mapping[str, Any]
+    folder: RunFolder | None = None
+    records: list[Record] = field(default_factory=list)
+    progress: Progress | None = None
+    scale: Scale | None = None
+    clock: float = 0.0
+    """The simulation's seconds when the last record was made."""
+    best: nn.Module | None = None
+    """The model of the best evaluation of this session, where it is kept."""
+    stopped: str = ""
+    """Why there are no more rounds, where it is not that all are done."""
+
+    def note(self, record: Record) -> None:
+        """Keep a round's record."""
+        self.records.append(record)
+        if self.folder:
+            self.folder.append(record)
+            self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
+        self.clock = self.simulation.seconds
+        self.look_back()
+
+    def look_back(self) -> None:
+        """Keep the model if it is the best so far, and see whether there has been none for long."""
+        settings = self.settings
+        found = early.best(self.records, settings.by) if settings.keep == "best" or settings.patience else None
+        if found and settings.keep == "best" and found.round == self.simulation.round:
+            self.best = self._model()
+            if self.folder:
+                write_atomically(self.folder.best, to_bytes(learned(self.best)))
+        if found and settings.patience and found.since >= settings.patience:
+            self.stopped = f"no better {found.name} in {settings.patience} evaluations"
+
+    def _model(self) -> nn.Module:
+        sim = self.simulation
+        return final_model(sim.algorithm, sim.server, sim.network.module, sim.measures.class_dim)
+
+    def _best(self) -> nn.Module | None:
+        """The best model, which an earlier session may have kept."""
+        if self.best is not None or self.folder is None:
+            return self.best
+        with reading(self.folder.best):
+            return with_values(self._model(), from_bytes(self.folder.best.read_bytes()))
+
+    def save(self) -> None:
+        """Keep the state; the records must be those that led to it."""
+        if self.folder:
+            checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
+
+    def fail(self, error: DivergedError) -> None:
+        """Leave beside the records why there will be no more."""
+        if self.folder:
+            write_atomically(self.folder.diverged, f"{error}\n")
+
+    def finish(self, mode: str) -> Result:
+        """The summary and the model."""
+        module = self._model()
+        unfinished = self.stopped and self.simulation.round < self.settings.rounds
+        about = {**self.about, "mode": mode, **({"stopped": self.stopped} if unfinished else {})}
+        found = early.best(self.records, self.settings.by) if self.settings.keep == "best" else None
+        best = self._best() if found else None
+        if found:
+            about |= {"best_round": found.round, f"best_{found.name}": found.value}
+        summary = summarise(self.simulation, self.records, about)
+        if self.folder:
+            self.folder.finish(summary, learned(module))
+        path = self.folder.path if self.folder else None
+        return Result(self.records, summary, module, self.simulation, path, self.scale, best)
+
+
+def drive(jobs: list[Job]) -> list[Result | DivergedError]:
+    """Run the rounds that are left of jobs that can train together, and finish each; one that diverges ends early."""
+    settings = jobs[0].settings
+    mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
+    driver = engine([job.simulation for job in jobs], mode)
+    for job in jobs:
+        if job.folder and job.simulation.round < settings.rounds and not job.stopped:
+            job.folder.reopen()
+    ended: dict[int, DivergedError] = {}
+    saved = time.monotonic()
+    number = jobs[0].simulation.round
+    while number < settings.rounds and len(ended) < len(jobs) and not jobs[0].stopped:
+        number += 1
+        outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
+        running, failed = [place for place in range(len(jobs)) if place not in ended], {}
+        for place in running:
+            outcome = outcomes[place]
+            if isinstance(outcome, DivergedError):
+                failed[place] = outcome
+            else:
+                jobs[place].note(outcome)
+        if failed or number == settings.rounds or jobs[0].stopped or _due(settings, number, saved):
+            driver.sync()
+            for place in running:
+                jobs[place].save()
+            saved = time.monotonic()
+        for place in running:
+            job = jobs[place]
+            if job.progress and place not in failed and job.progress(job.records[-1]) is early.STOP:
+                _stop(driver, [jobs[place] for place in running])
+        for place, error in failed.items():
+            jobs[place].fail(error)
+        ended |= failed
+    return [ended.get(place) or job.finish(mode) for place, job in enumerate(jobs)]
+
+
+def _stop(driver: Engine, jobs: list[Job]) -> None:
+    """Let this have been the last round."""
+    driver.sync()
+    for job in jobs:
+        job.stopped = job.stopped or "by its callback"
+        job.save()
+
+
+def _due(settings: Settings, number: int, saved: float) -> bool:
+    """Whether it is time for a checkpoint."""
+    if settings.checkpoint_every is None:
+        return time.monotonic() - saved > 20
+    return number % settings.checkpoint_every == 0
+
+
+def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:
+    """Totals and final values."""
+    if "sparsity" not in records[-1]:  # a run that is resumed with fewer rounds than it has may end on any
+        records = [*records[:-1], {**records[-1], **sim.evaluate()}]
+    device = sim.root.device
+    return {
+        **about,
+        **totals(sim.algorithm, sim.server, records),
+        "seconds": round(sim.seconds, 3),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "version": __version__,
+    }

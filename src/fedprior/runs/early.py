@@ -1,0 +1,58 @@
+"""The best evaluation so far, read off a run's records: when to stop, and whose model to keep.
+
+Nothing else is remembered, so a resumed run decides as an unbroken one does.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from fedprior.core.errors import SettingError
+
+Record = dict[str, Any]
+
+
+class Stop(Enum):
+    """What `progress` returns to end a run after the round it was told of."""
+
+    STOP = "stop"
+
+
+STOP = Stop.STOP
+
+
+class Best(NamedTuple):
+    """The best evaluation, the earliest of equals."""
+
+    name: str
+    round: int
+    value: float
+    since: int
+    """How many evaluations there were after it."""
+
+
+def best(records: Sequence[Record], by: str) -> Best | None:
+    """By a field of the records; none before the first evaluation. A number that does not exist is never the best."""
+    evaluated = [record for record in records if "sparsity" in record]
+    if not evaluated:
+        return None
+    name, sign = _field(evaluated[0], by)
+    values = [_or_worst(sign, record.get(name)) for record in evaluated]
+    place = values.index(max(values))
+    return Best(name, evaluated[place]["round"], sign * values[place], len(values) - 1 - place)
+
+
+def _field(record: Record, by: str) -> tuple[str, float]:
+    """The field's name, and −1 where less of it is better: of losses and errors, and of `-NAME`."""
+    if by == "auto":
+        by = "global_accuracy" if record.get("global_accuracy") is not None else "global_loss"
+    name = by.removeprefix("-")
+    if name not in record:
+        numbers = [key for key, value in record.items() if isinstance(value, float) and "/" not in key]
+        raise SettingError(f"by={by}: an evaluation has no {name}; there are {', '.join(numbers)}")
+    return name, -1.0 if by != name or "loss" in name or "error" in name else 1.0
+
+
+def _or_worst(sign: float, value: Any) -> float:
+    return sign * value if isinstance(value, int | float) and math.isfinite(value) else -math.inf

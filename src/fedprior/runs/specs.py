@@ -1,0 +1,105 @@
+"""What is asked of a run, in plain settings, and whether a run on disk is that run."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings
+from fedprior.catalogue.tasks import TASKS, full, is_file, task_options
+from fedprior.core.errors import RunError
+from fedprior.core.options import plain
+from fedprior.report.records import HERE_ONLY, Broken, read_run
+from fedprior.runs.folder import RunFolder
+from fedprior.runs.start import BEFORE, RUN_OPTIONS, run_settings
+
+Config: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
+TASKS_SEED = "the task's seed"
+"""Where it is not its run's; the setting that is called seed is the run's."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run, in plain settings: enough to start it, to find it on disk, and to go on with it."""
+
+    task: str
+    algorithm: str
+    out: Path
+    seed: int = 0
+    label: str = ""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Config:
+        """What the config of its run must say. A value of the wrong type or range is an error.
+
+        Settings that it leaves to its task are not in it: only the task, which needs its data, could tell them.
+        """
+        chosen = vars(run_settings({**self.run, "seed": self.seed}))
+        settings = algorithm_settings(self.algorithm, self.algorithm_settings)
+        options = task_options(self.task, self.task_options)
+        about = {
+            "task": full(self.task) if is_file(self.task) else self.task,
+            "algorithm": self.algorithm,
+            "label": self.label or self.algorithm,
+        }
+        return {
+            # A setting of a run that is none is not in its config, nor is the seed of a task that has its run's.
+            "run": about | {key: None if chosen[key] is None else plain(chosen[key]) for key in (*self.run, "seed")},
+            "task": {"seed": None, **{key: plain(value) for key, value in options.items()}},
+            "algorithm": {key: plain(settings[key]) for key in self.algorithm_settings},
+        }
+
+
+def differences(
+    recorded: Config, expected: Config, besides: Set[str] = HERE_ONLY, *, whole: bool = False
+) -> list[tuple[str, Any, Any]]:
+    """The settings in which a run is not what is expected: [("rounds", 3, 1000), …], what was recorded first.
+
+    A setting that is younger than the recorded config had its default. With `whole`, `expected` is all that there may
+    be: what was recorded beyond it is a difference too.
+    """
+    name, task = expected["run"]["algorithm"], expected["run"]["task"]
+    defaults = {
+        "run": {key: option.default for key, option in RUN_OPTIONS.items() if option.default is not None} | BEFORE,
+        "task": task_options(task, {}) if task in TASKS else {},
+        "algorithm": algorithm_settings(name, {}) if name in ALGORITHMS else {},
+    }
+    found = []
+    for table, known in defaults.items():
+        for key in {**expected[table], **(recorded[table] if whole else {})}:
+            default = plain(known[key]) if key in known else None
+            was, now = recorded[table].get(key, default), expected[table].get(key)
+            if key not in besides and was != now:
+                found.append((TASKS_SEED if (table, key) == ("task", "seed") else key, was, now))
+    return found
+
+
+def check_same(out: Path, expected: Config, *, whole: bool = False) -> None:
+    """Refuse to go on with a run that was started with other settings; where it is computed may change."""
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        return
+    for key, was, now in differences(folder.read_config(), expected, whole=whole):
+        # Of an experiment's method a setting cannot be asked for, nor of any run what is in its folder's name.
+        askable = whole and key not in ("task", "algorithm", "label", "seed", TASKS_SEED)
+        hint = f", or ask for {key}={was}" if askable else ""
+        raise RunError(f"{out} has {key} = {was}, not {now}; delete it, or choose another --out{hint}")
+
+
+def missing(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs whose runs are not finished; no data is needed to tell.
+
+    A folder that holds a run with other settings, or no run, is an error.
+    """
+    left = []
+    for spec in specs:
+        found = read_run(spec.out)
+        if isinstance(found, Broken) and RunFolder(spec.out).used():
+            raise RunError(f"{spec.out} cannot be continued: {found.reason}; delete it, or choose another --out")
+        check_same(spec.out, spec.config())
+        if isinstance(found, Broken) or not found.finished:
+            left.append(spec)
+    return left

@@ -1,0 +1,316 @@
+"""Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized, unknown_setting
+from fedprior.catalogue.algorithms import algorithm as named_algorithm
+from fedprior.catalogue.tasks import TASKS, Task, is_file, task_options
+from fedprior.catalogue.tasks import task as named_task
+from fedprior.core import locks
+from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError
+from fedprior.core.federated import FederatedData
+from fedprior.core.files import write_atomically
+from fedprior.core.options import Option, convert, nearest, plain
+from fedprior.em import Algorithm
+from fedprior.engines import ranks
+from fedprior.engines.settings import Settings, build
+from fedprior.runs import checkpoint
+from fedprior.runs.drive import Job, Progress, Result, drive
+from fedprior.runs.folder import RunFolder, checksum
+from fedprior.version import __version__
+
+RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
+BEFORE = {"weighting": "equal"}
+"""What runs did whose config is older than a setting, where that is not the setting's default."""
+
+
+def run(
+    task: Task | str,
+    algorithm: Algorithm | str = "fedavg",
+    *,
+    out: Path | str | None = None,
+    label: str | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Train. `settings` are those of the run (rounds, seed, batch_size, …); defaults are the task's.
+
+    Give the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out` the run is
+    kept in that folder and can be resumed. `progress` is told of every round, and ends the run by returning STOP.
+    """
+    if isinstance(task, str):
+        task = named_task(task, seed=run_settings(settings).seed)
+    _check_kind(task, Task, "task")
+    if isinstance(algorithm, str):
+        algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
+    _check_kind(algorithm, Algorithm, "algorithm")
+    _check_progress(progress)
+    seed = {} if task.seed is None else {"seed": task.seed}
+    chosen = run_settings({**seed, **task.defaults, **settings}, task)
+    if out is not None and ranks.first():
+        RunFolder(Path(out)).check_unused()
+    with alone_in([] if out is None else [Path(out)]):
+        job = start_job(task, algorithm, chosen, out, label)
+        job.progress = progress
+        return _one(drive([job]))
+
+
+def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
+    """Be the only one that writes to these folders; of several ranks only the first writes."""
+    return locks.alone_in(folders if ranks.first() else [])
+
+
+def start_job(
+    task: Task, algorithm: Algorithm, settings: Settings, out: Path | str | None = None, label: str | None = None
+) -> Job:
+    """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
+    label = label or algorithm.name
+    sim = build(algorithm, task.network, task.data, settings)
+    for caution in sim.algorithm.prior.cautions(settings.rounds) if ranks.first() else []:
+        warnings.warn(caution, FedpriorWarning, stacklevel=3)
+    about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
+    about["partition"] = partition = task.data.fingerprint()
+    folder = RunFolder(Path(out)) if out is not None else None
+    if folder and ranks.first():
+        folder.create(config_of(task, algorithm, settings, label, partition))
+        _keep_partition(folder, task.data, partition)
+    return Job(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
+
+
+def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
+    """A run where its folder says it is: at the start, or at its last checkpoint."""
+    folder = RunFolder(out)
+    if not folder.config.exists():
+        return start_job(task, algorithm, settings, out, label)
+    return _reopen(folder, task, algorithm, settings)
+
+
+def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Settings | None = None) -> Job:
+    """A run at its last checkpoint, with the settings it recorded unless there are others."""
+    about, recorded_settings, _, _ = read_config(folder)
+    settings = settings or recorded_settings
+    if "flower" in folder.read_config():
+        raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
+    partition = check_data(folder, task)
+    if ranks.first():
+        _keep_partition(folder, task.data, partition)
+    sim = build(algorithm, task.network, task.data, settings)
+    about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
+    # Without a checkpoint the run was stopped in its first seconds, and starts again.
+    expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
+    records = folder.truncate(sim.round, expected, write=ranks.first())
+    kept = folder if ranks.first() else None
+    job = Job(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+    job.look_back()
+    return job
+
+
+def check_data(folder: RunFolder, task: Task) -> str:
+    """Refuse a task whose clients are not those that the run was trained on; the partition's fingerprint."""
+    partition = task.data.fingerprint()
+    recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
+    if recorded != partition:
+        raise RunError(
+            f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed "
+            "(pass the task it had, task=…)"
+        )
+    return partition
+
+
+def resume(
+    path: Path | str,
+    *,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    rounds: int | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Go on where a run was stopped, or beyond its end to so many `rounds` in all.
+
+    A task or algorithm of your own cannot be read from its config: pass it again.
+    """
+    folder = RunFolder(Path(path))
+    _check_progress(progress)
+    _, settings, task, algorithm = rebuild(folder, task, algorithm)
+    with alone_in([folder.path]):
+        if rounds is not None:
+            rounds = convert(RUN_OPTIONS["rounds"], rounds)
+            done = len(folder.records())
+            if rounds < max(done, 1):
+                raise RunError(f"{folder.path} has {done} rounds already: --rounds must be at least that, got {rounds}")
+            settings = replace(settings, rounds=rounds)
+        job = _reopen(folder, task, algorithm, settings)
+        if rounds is not None and ranks.first():
+            folder.extend(rounds)
+        job.progress = progress
+        return _one(drive([job]))
+
+
+def _one(outcomes: list[Result | DivergedError]) -> Result:
+    """The result of a run that trained alone."""
+    (outcome,) = outcomes
+    if isinstance(outcome, DivergedError):
+        raise outcome
+    return outcome
+
+
+def rebuild(
+    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, call: str = "resume"
+) -> tuple[dict[str, str], Settings, Task, Algorithm]:
+    """What a run is about, its settings, task and algorithm: from its config, or what the user passes to `call`."""
+    path = folder.path
+    about, chosen, options, algorithm_options = read_config(folder)
+    if task is None:
+        if about["task"] not in TASKS and not is_file(about["task"]):
+            raise RunError(
+                f"{path} trained a task of your own, {about['task']!r}; "
+                f"{call} it from Python: {call}({str(path)!r}, task=…)"
+            )
+        task = named_task(about["task"], **{"seed": chosen.seed, **options})
+    if algorithm is None:
+        if about["algorithm"] == "own":
+            raise RunError(
+                f"{path} used an algorithm of your own; {call} it from Python: {call}({str(path)!r}, algorithm=…)"
+            )
+        algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+    else:
+        _check_algorithm(folder, algorithm, about["algorithm"])
+    return about, chosen, task, algorithm
+
+
+def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None:
+    """Refuse an algorithm that a user passes and that is not the one a run was started with."""
+    _check_kind(algorithm, Algorithm, "algorithm")
+    if algorithm.name != name:
+        raise RunError(f"{folder.path} was trained with {name}, not with {algorithm.name}")
+    recorded, now = folder.read_config()["algorithm"], {k: plain(v) for k, v in algorithm.recorded().items()}
+    for key in {**now, **recorded} if recorded else {}:  # of an algorithm of one's own nothing was recorded before
+        if recorded.get(key) != now.get(key):
+            raise RunError(
+                f"{folder.path} was trained with {key} = {recorded.get(key)}, not {now.get(key)}: "
+                "pass the algorithm that it had (algorithm=…)"
+            )
+
+
+def _check_kind(value: Any, kind: type, what: str) -> None:
+    """Refuse what was passed in the place of a task or an algorithm."""
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
+
+
+def _check_progress(progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise SettingError(f"progress is a {type(progress).__name__}; give a function that takes a round's record")
+
+
+def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:
+    """What a run is about, its settings, and the options of its task and algorithm."""
+    config = folder.read_config()
+    about = {key: str(config["run"].pop(key, "")) for key in ("task", "algorithm", "label")}
+    for key, value in about.items():
+        if not value:
+            raise RunError(f"{folder.config} has no {key!r}")
+    return (
+        about,
+        run_settings({**BEFORE, **config["run"]}),
+        config["task"],
+        _present(folder, about, config["algorithm"]),
+    )
+
+
+RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "average")
+"""What FedSparse had while FedNarrow went by its name."""
+
+
+def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are now, of a run that may be older; without a size the retired ones had no effect."""
+    if not about["algorithm"].startswith("fedsparse") or "max_parameters" not in settings:
+        return dict(settings)
+    if any(settings.get(key, "none") != "none" for key in SIZES):
+        raise RunError(
+            f"{folder.path} was made when fedsparse with a size was the algorithm that is now called fednarrow: open "
+            "it with the fedprior that made it, or train it again with --algorithm fednarrow"
+        )
+    dense = 0 if settings.get("dense_rounds") == "none" else settings.get("dense_rounds", 0)
+    return {**{key: value for key, value in settings.items() if key not in RETIRED}, "dense_rounds": dense}
+
+
+def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings:
+    """Settings of a run from text or values; a task with few clients has small cohorts by default."""
+    for name in given:
+        if name not in RUN_OPTIONS:
+            raise unknown_setting(name, RUN_OPTIONS)
+    values = {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()}
+    if task is not None and "clients_per_round" not in given:
+        values["clients_per_round"] = min(Settings.clients_per_round, task.data.clients)
+    return Settings(**values)
+
+
+def sort_settings(
+    given: Mapping[str, Any], task: str, algorithms: list[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
+    task_names = task_options(task, {})
+    known = {name: algorithm_settings(name, {}) for name in algorithms}
+    everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
+    for key in given:
+        if key not in everything:
+            if key in SIZES:
+                for name in algorithms:
+                    check_sized(name)
+            owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
+            if owners:
+                raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")
+            raise nearest(key, everything, "setting")
+    return (
+        {k: v for k, v in given.items() if k in RUN_OPTIONS},
+        {k: v for k, v in given.items() if k in task_names},
+        {name: {k: v for k, v in given.items() if k in settings} for name, settings in known.items()},
+    )
+
+
+def unused_folder(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that does not exist."""
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
+    """Class counts per client beside the run, once; a line a client."""
+    if folder.partition.exists():
+        return
+    about = {"fingerprint": fingerprint, "classes": data.classes if data.labelled else 0}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
+    for name, counts in zip(("train", "test"), data.class_counts(), strict=True):
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
+        lines.append(f'"{name}": [\n{rows}\n]')
+    write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
+
+
+def config_of(
+    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str = ""
+) -> dict[str, dict[str, Any]]:
+    """All that a run's config.toml says."""
+    # A task of another seed than its run's: the same clients and first weights, other draws.
+    other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
+    chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
+    return {
+        "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
+        "task": {**other, **{key: plain(value) for key, value in task.options.items()}},
+        "algorithm": {key: plain(value) for key, value in algorithm.recorded().items()},
+        "partition": {"clients": task.data.clients, "fingerprint": partition},
+        "made": {"fedprior": __version__, "torch": str(torch.__version__)},
+    }

@@ -1,0 +1,162 @@
+"""Many runs: those that differ only in seed and in scalar settings of the prior train together where there is a GPU."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedprior.catalogue.algorithms import algorithm as named_algorithm
+from fedprior.catalogue.tasks import Task
+from fedprior.catalogue.tasks import task as named_task
+from fedprior.core.errors import DivergedError, SettingError
+from fedprior.core.options import plain
+from fedprior.em import Algorithm
+from fedprior.engines.modes import mode_of
+from fedprior.engines.settings import Settings, check_cohort
+from fedprior.runs import start
+from fedprior.runs.drive import Job, Progress, Result, drive
+from fedprior.runs.specs import Spec, check_same, missing
+
+Parts = tuple[Task, Algorithm, Settings]
+Outcome = Result | DivergedError
+Watch = Callable[[list[Spec], int], AbstractContextManager[Progress | None]]
+"""What shows the progress of specs that train together for so many rounds; it is fed the records of the first."""
+
+
+def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
+    """Train every spec, from its checkpoint where it has one; outcomes are in the order of the specs."""
+    tasks: dict[str, Task] = {}
+    built = [_build(spec, tasks) for spec in specs]
+    for spec, parts in zip(specs, built, strict=True):  # everything is checked before anything is trained
+        _check(spec, parts)
+    outcomes: dict[int, Outcome] = {}
+    # All at once and until the end: the same sweep in a second terminal is refused at its start, not on its way.
+    with start.alone_in([spec.out for spec in specs]):
+        for places in _mates(specs, built):
+            group = [specs[place] for place in places]
+            with (watch or _quiet)(group, built[places[0]][2].rounds) as progress:
+                jobs = [start.open_job(*built[place], specs[place].out, specs[place].label) for place in places]
+                jobs[0].progress = progress
+                outcomes |= dict(zip(places, _drive(jobs), strict=True))
+    return [outcomes[place] for place in range(len(specs))]
+
+
+def unfinished(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs that are still to be trained; a folder that holds a run with other settings is an error."""
+    left = missing(specs)
+    tasks: dict[str, Task] = {}
+    for spec in specs:
+        if spec not in left:
+            _check(spec, _build(spec, tasks))
+    return left
+
+
+def _check(spec: Spec, parts: Parts) -> None:
+    """Refuse a folder that holds a run with other settings, also where the spec leaves them to its task."""
+    check_same(spec.out, start.config_of(*parts, spec.label or spec.algorithm), whole=True)
+
+
+def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | None]:
+    return nullcontext()
+
+
+def _build(spec: Spec, tasks: dict[str, Task]) -> Parts:
+    """A spec's task, algorithm and settings; specs of one task and seed share the task."""
+    start.run_settings({"seed": spec.seed})  # a seed of more than 64 bits is refused in words
+    key = repr((spec.task, spec.seed, sorted(spec.task_options.items())))
+    if key not in tasks:
+        tasks[key] = named_task(spec.task, seed=spec.seed, **spec.task_options)
+    task = tasks[key]
+    given = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
+    algorithm = named_algorithm(spec.algorithm, task.network, **given)
+    settings = start.run_settings({**task.defaults, **spec.run, "seed": spec.seed}, task)
+    check_cohort(settings, task.data.clients)
+    return task, algorithm, settings
+
+
+def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
+    """The places of specs that may train together."""
+    groups: dict[str, list[int]] = {}
+    for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):
+        fixed = {key: plain(v) for key, v in algorithm.settings.items() if key not in algorithm.prior.scalars}
+        fixed["per_client"] = algorithm.prior.per_client  # a rate of zero: nothing is drawn at all
+        data = [task.data.clients, id(task.data.x), id(task.data.test_x)]
+        alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), data]
+        groups.setdefault(json.dumps(alike, default=str), []).append(place)
+    return list(groups.values())
+
+
+def _drive(jobs: list[Job]) -> list[Outcome]:
+    """Together where the mode allows it, those that are equally far; else one after the other.
+
+    Each for itself as well where it may stop before the others.
+    """
+    settings, first = jobs[0].settings, jobs[0].simulation
+    in_turn = settings.patience is not None or mode_of(settings.mode, settings.messages, first) == "in-turn"
+    groups: dict[int, list[int]] = {}
+    for place, job in enumerate(jobs):
+        groups.setdefault(place if in_turn else job.simulation.round, []).append(place)
+    outcomes: dict[int, Outcome] = {}
+    for places in groups.values():
+        outcomes |= dict(zip(places, drive([jobs[place] for place in places]), strict=True))
+    return [outcomes[place] for place in range(len(jobs))]
+
+
+def plan(
+    task: str,
+    algorithm: str,
+    seeds: Sequence[int],
+    settings: Mapping[str, str],
+    out: Path,
+    options: Mapping[str, Any],
+) -> list[Spec]:
+    """One spec for each combination of the settings' values and each seed; `options` are of the run."""
+    if "seed" in settings:
+        raise SettingError("a sweep has several seeds; name them with --seeds")
+    varied = [key for key, text in settings.items() if len(_values(text)) > 1]
+    specs = []
+    for chosen in grid(settings):
+        for_run, for_task, for_algorithm = start.sort_settings(chosen, task, [algorithm])
+        setting = ",".join(f"{key}={chosen[key]}" for key in varied)
+        for seed in seeds:
+            specs.append(
+                Spec(
+                    task=task,
+                    algorithm=algorithm,
+                    out=out / (setting.replace("/", "_") or algorithm) / f"seed-{seed}",
+                    seed=seed,
+                    label=f"{algorithm} {setting}".strip(),
+                    run={**options, **for_run},
+                    task_options=for_task,
+                    algorithm_settings=for_algorithm[algorithm],
+                )
+            )
+    if len({spec.out for spec in specs}) < len(specs):
+        raise SettingError("a seed or a value of a setting is given twice; each run needs a folder of its own")
+    return specs
+
+
+def grid(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Every combination of the values that are separated by commas: `{"lambda0": "1e-6,1e-5"}` gives two."""
+    choices = {key: _values(text) for key, text in settings.items()}
+    for combination in itertools.product(*choices.values()):
+        yield dict(zip(choices, combination, strict=True))
+
+
+def _values(text: str) -> list[str]:
+    """Split at commas, but not at those inside brackets: Adam(lr=0.1, eps=1e-3) is one value, and so is [fc1,fc2]."""
+    values, depth, current = [], 0, ""
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            values.append(current.strip())
+            current = ""
+        else:
+            current += character
+    values.append(current.strip())
+    if not all(values):
+        raise SettingError(f"an empty value in {text!r}")
+    return [value[1:-1] if value.startswith("[") and value.endswith("]") else value for value in values]

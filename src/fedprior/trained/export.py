@@ -1,0 +1,192 @@
+"""What comes out of a run: the server's model, a client's own, their accuracy on any data, and files to ship."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fedprior import wire
+from fedprior.catalogue.data.images import Scale
+from fedprior.catalogue.tasks import Task
+from fedprior.core.ensemble import Ensemble
+from fedprior.core.errors import DataError, ModelError, RunError, SettingError
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.metrics import Measures, each
+from fedprior.core.network import IGNORED, Network
+from fedprior.em import Algorithm, e_step
+from fedprior.engines.batches import ClientBatches
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.server import final_model, learned, with_values
+from fedprior.engines.settings import build
+from fedprior.runs import checkpoint, start
+from fedprior.runs.drive import Result
+from fedprior.runs.folder import RunFolder
+from fedprior.trained.compact.inputs import Reader
+from fedprior.trained.compact.predict import outputs_of
+from fedprior.trained.compact.write import Description, export_module
+
+
+class Trained(NamedTuple):
+    """A network out of a run, and the data it was trained for."""
+
+    module: nn.Module
+    server: nn.Module
+    """The same, unless the network is a client's own."""
+    x: Tensor
+    """Test inputs: the client's own for its own network, everyone's for the server's."""
+    y: Tensor
+    judged: tuple[Network, Measures]
+    """By which loss, and what else."""
+    title: str
+    client: int | None
+    scale: Scale | None
+
+
+def trained(
+    run: Result | Path | str,
+    *,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    call: str = "export",
+) -> Trained:
+    """The server's network of a run, or with `personalise` that client's own.
+
+    Of a run that is not finished, the network of its last checkpoint. A task or algorithm of your own cannot be read
+    from a run's config: pass it again, or pass the `Result`.
+    """
+    if isinstance(run, Result):
+        sim, about, scale, server = run.simulation, run.summary, run.scale, copy.deepcopy(run.model)
+    else:
+        about, scale, sim, server = _restored(RunFolder(Path(run)), task, algorithm, personalise is not None, call)
+    module = server if personalise is None else personal_model(sim, personalise)
+    rows = sim.data.test.rows.unique() if personalise is None else sim.data.test[personalise]
+    who = "" if personalise is None else f", client {personalise}'s own model"
+    title = f"{about['task']}, {about['label']}, round {sim.round}{who}"
+    x, y = sim.data.test_x[rows].cpu(), sim.data.test_y[rows].cpu()
+    judged = sim.network, sim.measures
+    return Trained(module.cpu().eval(), server.cpu().eval(), x, y, judged, title, personalise, scale)
+
+
+def _restored(
+    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, call: str
+) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
+    """What a run was about, its simulation (where it stopped, if `with_state`), and the server's network."""
+    about, settings, task, algorithm = start.rebuild(folder, task, algorithm, call)
+    start.check_data(folder, task)
+    # Whatever it was trained on, one model is quick enough here.
+    sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
+    if folder.model.exists() and not with_state:
+        sim.round = settings.rounds
+        return about, task.scale, sim, _with_weights(folder.model, task.network.module, sim.measures.class_dim)
+    if not folder.checkpoint.exists():
+        raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
+    checkpoint.load(folder.checkpoint, sim)
+    return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
+
+
+def personal_model(sim: Simulation, client: int) -> nn.Module:
+    """The hard assignment that a client would commit to if it were called in the next round."""
+    if not 0 <= client < sim.data.clients:
+        raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
+    algorithm, prior = sim.algorithm, sim.algorithm.prior
+    turn = Turn(sim.root, sim.round + 1, client)
+    server = prior.prune(sim.server)
+    spoken = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
+    layout = algorithm.downlink(server)
+    packet = wire.restore(algorithm.pack(spoken, layout), layout)
+    memory = sim.memory.get(client, algorithm.remember(sim.network.params(), sim.network.statistics()))
+    batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
+    rate = sim.rates.at(sim.round + 1).local
+    step = e_step(algorithm, sim.network, packet, batches, turn, memory, rounded=False, rate=rate)
+    return with_values(copy.deepcopy(sim.network.module), {**prior.realise(step.upload, packet), **step.own})
+
+
+def export(
+    run: Result | Path | str,
+    to: Path | str,
+    *,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    onnx: bool | None = None,
+    align: int = 8,
+) -> Description:
+    """Write the compact network of a run as plain torch and as ONNX, checked on test inputs; what model.json says."""
+    found = trained(run, personalise=personalise, task=task, algorithm=algorithm)
+    if len(found.x) == 0:
+        raise DataError("there are no test inputs to compare the exported network on")
+    _check_statistics(found)
+    about = {"title": found.title, "client": found.client, "scale": found.scale._asdict() if found.scale else None}
+    return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
+
+
+def _check_statistics(found: Trained) -> None:
+    """Refuse a network whose predictions depend on who else is in the batch."""
+    for name, part in found.module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
+            raise ModelError(
+                f"module {name!r} has no statistics to export: the run had statistics=batch or local. Train with "
+                "statistics=shared, or with local and export a client's own network (--personalise)"
+            )
+
+
+def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
+    """The module with a run's weights; an ensemble of modules where the run has several."""
+    try:
+        weights = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise RunError(f"{path} is damaged and cannot be read ({error})") from error
+    numbers = {name.split(".")[1] for name in weights if name.startswith("members.")}
+    whole = copy.deepcopy(module)
+    if numbers and not hasattr(module, "members"):
+        whole = Ensemble([copy.deepcopy(module) for _ in numbers], class_dim)
+    whole = with_values(whole, weights)
+    if {name: p.shape for name, p in learned(whole).items()} != {name: value.shape for name, value in weights.items()}:
+        raise RunError(f"{path} belongs to another network than its config.toml says")
+    return whole
+
+
+def evaluate(
+    run: Result | Path | str,
+    *,
+    data: Path | str | None = None,
+    personalise: int | None = None,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+) -> dict[str, Any]:
+    """Mean loss, metrics of one's own and, where targets are classes, accuracy and accuracy by class, on the run's own
+    test examples or on a file or folder of others.
+
+    With `personalise`, of that client's own network, on its own test examples unless there is `data`; and of the
+    server's beside it, as `server`.
+    """
+    found = trained(run, personalise=personalise, task=task, algorithm=algorithm, call="evaluate")
+    x, y = found.x, found.y
+    if data is not None:
+        x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data), y)
+    if len(x) == 0:
+        raise DataError("there are no test examples to evaluate on; give some (--data)")
+    own = _score(found.module, x, y, *found.judged)
+    beside = {} if personalise is None else {"server": _score(found.server, x, y, *found.judged)}
+    return {"title": found.title, "examples": len(y), **own, **beside}
+
+
+def _score(module: nn.Module, x: Tensor, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:
+    outputs = outputs_of(module, x)
+    with torch.no_grad():
+        if what.class_dim is not None:
+            low, high, classes = int(y[y != IGNORED].min()), int(y.max()), outputs.shape[what.class_dim]
+            if low < 0 or high >= classes:
+                raise DataError(f"labels run from {low} to {high}, but the network knows {classes} classes")
+        found = dict(zip(what.names, each(network, what, outputs, y), strict=True))
+    scores: dict[str, Any] = {name: float(values.mean()) for name, values in found.items()}
+    if what.class_dim is None or y.dim() > 1:
+        return scores
+    right = found["accuracy"]
+    return {**scores, "by_class": {int(c): (int(right[y == c].sum()), int((y == c).sum())) for c in y.unique()}}

@@ -1,0 +1,63 @@
+"""`fedprior reproduce`: plan, train what is missing, print and write the table, draw the figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fedprior.engines import ranks
+from fedprior.report.figures import NoMatplotlibError
+from fedprior.report.page import write_page
+from fedprior.runs.repeat import repeat_command
+from fedprior.runs.specs import missing
+from fedprior.runs.start import run_settings
+from fedprior_experiments.reproduce import table
+from fedprior_experiments.reproduce.experiments import experiment as named_experiment
+from fedprior_experiments.reproduce.plan import check_names, plan
+from fedprior_experiments.reproduce.results import Results, read_results, shown_in
+from fedprior_experiments.reproduce.training import train
+
+
+def reproduce(
+    name: str,
+    seeds: Sequence[int],
+    methods: Sequence[str] | None,
+    out: Path,
+    given: Mapping[str, str],
+    console: Console,
+    *,
+    table_only: bool = False,
+) -> Results:
+    """One folder a run, OUT/LABEL/seed-N; finished runs are kept, half-finished ones go on.
+
+    With `table_only` nothing is trained and no data is needed: table and figures come from the records in the folder,
+    whatever their seeds. Beside the chosen methods they show those that the folder has records of.
+    """
+    experiment = named_experiment(name).chosen(methods)
+    check_names(experiment, given)
+    specs = plan(experiment, seeds, out, given)
+    if not table_only:
+        run_settings(specs[0].run).resolved_device()  # refused before the data is looked for
+        left = missing(specs)
+        if len(left) < len(specs):
+            console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)
+        train(left, console)
+    results = read_results(named_experiment(name).chosen(methods, shown_in(out)), out, given)
+    experiment = results.experiment
+    if not ranks.first():
+        return results
+    console.print(table.terminal(results.title, experiment, results.groups))
+    for note in results.notes:
+        console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
+    page = out / "report.html"
+    if results.groups:
+        write_page(page, [run for group in results.groups for run in group.runs], repeat=repeat_command)
+    paths = results.write_tables() + ([page] if results.groups else [])
+    try:
+        paths += results.write_figures()
+    except NoMatplotlibError as error:
+        console.print(f"no figures: {error}", highlight=False, markup=False, soft_wrap=True)
+    for path in paths:
+        if path.suffix in (".md", ".png", ".html"):
+            console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return results

@@ -1,0 +1,72 @@
+"""Which runs an experiment consists of."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedprior.core.errors import SettingError
+from fedprior.runs.specs import Spec
+from fedprior.runs.start import sort_settings
+from fedprior_experiments.reproduce.experiments import Experiment
+
+MOST_SEEDS = 1000
+"""More than anybody wants: a seed is meant."""
+
+
+def plan(experiment: Experiment, seeds: Sequence[int], out: Path, given: Mapping[str, Any]) -> list[Spec]:
+    """Every run of the experiment, seed by seed, so that a first whole table is there early.
+
+    `given` are settings as with `--set`; each reaches the methods that know it, over the experiment's own.
+    """
+    if "seed" in given:
+        raise SettingError("an experiment has several seeds; name them with --seeds")
+    for_run, for_task, for_algorithms = sort_settings(
+        given, experiment.task, [method.algorithm for method in experiment.methods]
+    )
+    specs = []
+    for seed in seeds:
+        for method in experiment.methods:
+            own = {"rounds": experiment.rounds, **experiment.settings, **method.settings}
+            own_run, own_task, own_algorithm = sort_settings(own, experiment.task, [method.algorithm])
+            settings = {**own_algorithm[method.algorithm], **for_algorithms[method.algorithm]}
+            spec = Spec(
+                task=experiment.task,
+                algorithm=method.algorithm,
+                out=out / method.label / f"seed-{seed}",
+                seed=seed,
+                label=method.label,
+                run={**own_run, **for_run},
+                task_options={**own_task, **for_task},
+                algorithm_settings=settings,
+            )
+            spec.config()  # a value of the wrong type or range is refused before anything is trained
+            specs.append(spec)
+    return specs
+
+
+def check_names(experiment: Experiment, given: Mapping[str, Any]) -> None:
+    """Refuse settings that make a method what its name says: the table would call by that name what is not it."""
+    for method in experiment.methods:
+        for key in given.keys() & method.settings.keys():
+            raise SettingError(
+                f"{key}={method.settings[key]} is what makes {method.label}; leave {method.label} out (--methods), or "
+                f"make a run of your own: fedprior run {experiment.task} --algorithm {method.algorithm} "
+                f"--set {key}={given[key]}"
+            )
+
+
+def read_seeds(text: str) -> list[int]:
+    """`3` is the seeds 0, 1 and 2; `0,1,5` are those.
+
+    >>> read_seeds("3"), read_seeds("0,1,5"), read_seeds("7,")
+    ([0, 1, 2], [0, 1, 5], [7])
+    """
+    if text.strip().isdigit() and int(text) > MOST_SEEDS:
+        raise SettingError(f"--seeds {text} would be {int(text):,} seeds; for that one seed write --seeds {text},")
+    try:
+        seeds = [int(part) for part in text.split(",") if part.strip()] if "," in text else list(range(int(text)))
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise SettingError(f"--seeds takes how many, or different seeds separated by commas, got {text!r}")
+    return seeds

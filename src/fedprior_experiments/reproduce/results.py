@@ -1,0 +1,149 @@
+"""What an experiment's folder shows: the finished runs by method, what is wrong with the others, table and figures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fedprior.core.errors import RunError
+from fedprior.core.files import write_atomically, writing
+from fedprior.report import figures
+from fedprior.report.records import HERE_ONLY, Group, Run, find_runs, group_runs
+from fedprior.runs.specs import differences
+from fedprior_experiments.reproduce import table
+from fedprior_experiments.reproduce.experiments import Experiment
+from fedprior_experiments.reproduce.plan import plan
+
+
+@dataclass(frozen=True)
+class Results:
+    """The finished runs of an experiment; `groups` has one for each method that has any, in the experiment's order."""
+
+    experiment: Experiment
+    out: Path
+    groups: list[Group]
+    notes: list[str]
+    """What a reader of the table should know: runs that diverged, are unfinished, broken, or not like the others."""
+
+    @property
+    def title(self) -> str:
+        """What was trained, for how long, where and with what."""
+        runs = [run for group in self.groups for run in group.runs]
+        rounds = sorted({run.planned for run in runs})
+        length = " or ".join(f"{r:,}" for r in rounds) + " rounds"
+        if rounds != [self.experiment.rounds]:
+            length += f" (the experiment has {self.experiment.rounds:,})"
+        clients = {run.config["partition"]["clients"] for run in runs if "clients" in run.config.get("partition", {})}
+        seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
+        places = {str(run.summary["device"]) for run in runs if run.summary and "device" in run.summary}
+        versions = {f"fedprior {run.summary['version']}" for run in runs if run.summary and "version" in run.summary}
+        crowd = [" or ".join(f"{count:,}" for count in sorted(clients)) + " clients"] if clients else []
+        about = [*crowd, length, f"seeds {seeds}", *sorted(places), *sorted(versions)] if runs else ["no finished runs"]
+        return f"{self.experiment.title}: {', '.join(about)}"
+
+    def write_tables(self) -> list[Path]:
+        """table.md, table.csv and table.tex in the experiment's folder."""
+        texts = {
+            "md": table.markdown(self.title, self.experiment, self.groups, self.notes),
+            "csv": table.csv(self.experiment, self.groups),
+            "tex": table.latex(self.experiment, self.groups),
+        }
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        paths = [self.out / f"table.{kind}" for kind in texts]
+        for path, text in zip(paths, texts.values(), strict=True):
+            write_atomically(path, text)
+        return paths
+
+    def write_figures(self) -> list[Path]:
+        """The paper's figures, as far as there are records for them, in `figures`."""
+        names = {one.label: figures.Name(one.name, one.variant_of) for one in self.experiment.methods}
+        with_and_without = self.experiment.pruning or ()
+        compared = [g for g in self.groups if g.label not in with_and_without[1:]]
+        pruned = [g for g in self.groups if g.label in with_and_without]
+        sparse = [g for g in compared if g.final("sparsity").mean > 0]
+        # Gates that the server decides are the clients' too: nothing to see.
+        gated = [g for g in compared if g.curve("tv_max").mean.any()]
+        drawn = {}
+        if compared:
+            drawn["accuracy-gib"] = figures.accuracy_against_bytes(compared, names)
+            drawn["accuracy-rounds"] = figures.accuracy_against_rounds(compared, names)
+        if sparse:
+            drawn["sparsity"] = figures.sparsity_over_rounds(sparse, names)
+        if gated:
+            drawn["total-variation"] = figures.total_variation(gated, names)
+        if len(pruned) == 2:
+            texts = ("with server pruning", "without")
+            called = {label: figures.Name(text) for label, text in zip(with_and_without, texts, strict=True)}
+            drawn["server-pruning"] = figures.accuracy_against_rounds(pruned, called)
+        partitions = [run.partition for group in self.groups for run in group.runs if run.partition]
+        if partitions:
+            drawn["partition"] = figures.partition_picture(partitions[0])
+        return [path for name, figure in drawn.items() for path in figures.save(figure, self.out / "figures", name)]
+
+
+def shown_in(out: Path) -> set[str]:
+    """The labels that a folder has records of."""
+    return {run.label for run in find_runs(out).runs}
+
+
+def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = MappingProxyType({})) -> Results:
+    """Read the folder; needs neither data nor a GPU. Runs are held against the experiment with the `given` settings."""
+    found = find_runs(out)
+    order = {method.label: number for number, method in enumerate(experiment.methods)}
+    mine = [run for run in found.runs if run.task == experiment.task and run.label in order]
+    if not mine:
+        raise RunError(f"{out} has no run of {experiment.name}: make some, or say where they are (--out)")
+    notes = [f"{broken.path}: {broken.reason}" for broken in found.broken]
+    specs = plan(experiment, sorted({run.seed for run in mine}), out, given)
+    expected = {(spec.label, spec.seed): spec for spec in specs}
+    elsewhere = {run.path for run in mine if run.path != expected[run.label, run.seed].out}
+    notes += [
+        f"{run.path}: it is {run.label}, seed {run.seed}, which is kept in {expected[run.label, run.seed].out}; "
+        "not in the table"
+        for run in mine
+        if run.path in elsewhere
+    ]
+    mine = [run for run in mine if run.path not in elsewhere]
+    if not mine:
+        raise RunError(f"{out} has no run of {experiment.name} where they are kept, {out}/LABEL/seed-N")
+    for run in mine:
+        if not run.finished:
+            state = run.trouble or f"unfinished, {len(run.rounds):,} of {run.planned:,} rounds"
+            notes.append(f"{run.label}, seed {run.seed}: {state}; not in the table")
+    done = [run for run in mine if run.finished]
+    notes += _different(done, [differences(run.config, expected[run.label, run.seed].config()) for run in done])
+    groups = sorted(group_runs(run for run in mine if run.finished), key=lambda group: order[group.label])
+    notes += [f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed]
+    notes += _partitions(mine) + _changed(given)
+    return Results(experiment, out, groups, notes)
+
+
+def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]]) -> list[str]:
+    """In which settings runs are not those of the experiment; what all have alike is said once."""
+    seen: dict[str, list[str]] = {}
+    for run, others in zip(runs, found, strict=True):
+        for key, was, now in others:
+            seen.setdefault(f"{key} = {was}, not {now}", []).append(f"{run.label}, seed {run.seed}")
+    return [
+        f"{name}: {what}"
+        for what, names in seen.items()
+        for name in (["all runs"] if 1 < len(names) == len(runs) else names)
+    ]
+
+
+def _changed(given: Mapping[str, str]) -> list[str]:
+    """What was asked for that is not the experiment's; rounds are in the title."""
+    return [f"with {key}={value}" for key, value in given.items() if key not in HERE_ONLY | {"rounds"}]
+
+
+def _partitions(runs: Sequence[Run]) -> list[str]:
+    """Methods are compared on the same clients: all runs of a seed must have the same partition."""
+    seen: dict[int, set[str]] = {}
+    for run in runs:
+        if run.summary and run.summary.get("partition"):
+            seen.setdefault(run.seed, set()).add(str(run.summary["partition"]))
+    return [
+        f"seed {seed}: its runs were made on different partitions" for seed, names in seen.items() if len(names) > 1
+    ]

@@ -1,0 +1,238 @@
+"""States, files and metrics on a few numbers: what each small function must do, worked out by hand."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedprior.core import files, metrics, storage, trees
+from fedprior.core.errors import RunError
+from fedprior.core.federated import FederatedData
+from fedprior.core.keys import key
+from fedprior.core.network import Network
+from fedprior.core.workers import Workers
+from fedprior.runs.early import best
+
+# ---------------------------------------------------------------------- files
+
+
+def saved(tree: dict, run: str = "mine") -> storage.Saved:
+    return storage.Saved(run, 3, 1.5, "records", tree)
+
+
+def test_a_checkpoint_is_of_its_kind_and_its_run(tmp_path) -> None:
+    path = tmp_path / "file"
+    storage.save(path, "kind", saved({"a": {"x": torch.ones(2), "n": 4}}))
+    found = storage.load(path, "kind", "mine")
+    assert (found.round, found.seconds, found.records, found.tree["a"]["n"]) == (3, 1.5, "records", 4)
+    with pytest.raises(RunError, match="kind other"):
+        storage.load(path, "other", "mine")
+    with pytest.raises(RunError, match="another run"):
+        storage.load(path, "kind", "yours")
+
+
+def test_a_checksum_is_of_names_and_numbers() -> None:
+    """Two tensors that change places are damage too."""
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    sums = {
+        storage._checksum(tensors)
+        for tensors in ({"a": one, "b": two}, {"a": two, "b": one}, {"a": one, "c": two}, {"a": one}, {})
+    }
+    assert len(sums) == 5
+    assert storage._checksum({"b": two, "a": one}) == storage._checksum({"a": one, "b": two})
+
+
+def test_what_does_not_fit_the_model_is_not_put_in() -> None:
+    model = {"a": {"x": torch.zeros(2, 3)}}
+    fine = {"a": {"x": torch.ones(2, 3), "more": torch.ones(5)}}
+    found = storage.like(model, fine)
+    assert list(found["a"]) == ["x", "more"]
+    assert torch.equal(found["a"]["x"], torch.ones(2, 3))
+    for wrong in (torch.ones(3, 2), torch.ones(2, 3, 1), torch.ones(2, 3).double(), torch.ones(2, 3).int()):
+        with pytest.raises(ValueError):  # noqa: PT011
+            storage.like(model, {"a": {"x": wrong}})
+
+
+def test_a_file_is_replaced_at_once(tmp_path, monkeypatch) -> None:
+    """Whoever reads while it is written sees the old file; a crash while writing leaves the old one."""
+    path = tmp_path / "file"
+    files.write_atomically(path, b"old")
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda number: seen.append(path.read_bytes()))
+    before = path.stat().st_ino
+    files.write_atomically(path, b"new")
+    assert seen == [b"old"]
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_ino != before, "another file under the old name"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ---------------------------------------------------------------------- trees
+
+
+def test_rows_of_a_stack_are_where_they_were_put() -> None:
+    stack = trees.Stack(3)
+    for index in (2, 0, 1):
+        stack.put(index, {"a": torch.tensor([float(index)])})
+    assert stack.rows["a"].tolist() == [[0], [1], [2]]
+    assert trees.row(stack.rows, 2)["a"].tolist() == [2]
+    assert trees.stack([{"a": torch.tensor(5)}, {"a": torch.tensor(6)}])["a"].tolist() == [5, 6]
+
+
+def test_a_clone_has_memory_of_its_own() -> None:
+    tree = {"a": {"x": torch.ones(2)}, "b": {"y": torch.zeros(3)}}
+    copy = trees.clone(tree)
+    tree["a"]["x"] += 1
+    assert copy["a"]["x"].tolist() == [1, 1]
+    assert copy["b"]["y"].tolist() == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+class Says(nn.Module):
+    """Outputs are a row of a table: what it says to input i."""
+
+    def __init__(self, table: list[list[float]]) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor(table, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[x.long()[:, 0]]
+
+
+def inputs(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float32)[:, None]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 512])
+def test_right_answers_and_losses_are_added_up_in_every_batch(batch: int) -> None:
+    """The table says 0, 1, 0, 1, 1; the labels are 0, 1, 1, 1, 0."""
+    rows = [[2, 1], [0, 3], [1, 0], [0, 1], [0, 1]]
+    network = Network(Says(rows), inputs(1)[0])
+    y = torch.tensor([0, 1, 1, 1, 0])
+    data = FederatedData.from_clients([(inputs(5), y)], classes=2)
+    what = metrics.measures(network, data)
+    assert what.names == ("loss", "accuracy")
+    loss, right = metrics.sums(network, what, network.params(), inputs(5), y, batch).tolist()
+    assert right == 3
+    # −log softmax of the label: log(1 + e^(other − label)).
+    assert loss == pytest.approx(sum(math.log1p(math.exp(d)) for d in (-1, -3, 1, -1, 1)), rel=1e-6)
+
+
+def test_targets_that_are_no_classes_have_no_accuracy() -> None:
+    network = Network(Says([[2, 1], [0, 3]]), inputs(1)[0], lambda outputs, y: (outputs - y).square().mean(1))
+    data = FederatedData.from_clients([(inputs(2), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))])
+    what = metrics.measures(network, data)
+    assert what.names == ("loss",)
+    assert metrics.sums(network, what, network.params(), data.x, data.y).tolist() == [
+        pytest.approx((1 + 0 + 0 + 9) / 2)
+    ]
+
+
+def test_an_ensemble_votes_with_its_mean_probability() -> None:
+    """One member is sure beyond all measure where two disagree mildly: by logits it would win, by votes it may not."""
+    network = Network(Says([[0.0, 0.0]] * 3), inputs(1)[0])
+    members = torch.tensor([[[100.0, 0.0]] * 3, [[0.0, 3.0]] * 3, [[0.0, 3.0]] * 3])
+    x, y = inputs(3), torch.tensor([1, 1, 0])
+    data = FederatedData.from_clients([(x, y, x, y)], classes=2)
+    found = metrics.global_scores(
+        Workers(network, 1), metrics.measures(network, data), {"table": members}, data, batch=2
+    )
+    zero = (1 + 2 / (1 + math.exp(3))) / 3  # the mean probability of class 0: 0.365
+    assert found["global_accuracy"] == pytest.approx(2 / 3)
+    assert found["global_loss"] == pytest.approx(-(2 * math.log(1 - zero) + math.log(zero)) / 3, rel=1e-5)
+
+
+def test_local_scores_are_of_the_clients_that_had_a_turn() -> None:
+    scores = {"accuracy": torch.tensor([0.5, math.nan, 1.0, math.nan], dtype=torch.float64)}
+    assert metrics.local_scores(scores) == {"local_accuracy": 0.75}
+    assert math.isnan(metrics.local_scores({"loss": torch.tensor([math.nan])})["local_loss"])
+
+
+def test_a_layers_sparsity_is_its_share_of_zeros() -> None:
+    models = {"fc.weight": torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0]]]), "fc.bias": torch.zeros(1, 2)}
+    assert metrics.layer_sparsity(models) == {"sparsity/fc": 7 / 8}
+    assert metrics.layer_sparsity({"fc.weight": torch.ones(1, 2, 4)}) == {}
+
+
+def test_disagreement_is_a_distance() -> None:
+    found = metrics.disagreement(
+        {"a": torch.tensor([0.25, 1.0]), "b": torch.tensor([0.5])},
+        {
+            "a": torch.tensor([0.75, 0.5]),
+            "b": torch.tensor([0.5]),
+        },
+    )
+    assert found == {"tv_mean": pytest.approx(1 / 3), "tv_max": 0.5}
+    assert metrics.disagreement({}, {}) == {}
+
+
+# ---------------------------------------------------------------------- dropout
+
+
+def test_two_dropout_layers_of_a_step_have_draws_of_their_own() -> None:
+    """Inside one network and in a layer of the same shape: alike, the second would drop what the first has dropped."""
+    seen: list[Tensor] = []
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                seen.append(nn.functional.dropout(torch.ones(1000), 0.5, self.training) > 0)
+            return x * self.scale
+
+    network = Network(Twice(), torch.zeros(2))
+    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        agree = float((seen[one] == seen[other]).double().mean())
+        assert abs(agree - 0.5) < 5 * 0.5 / 1000**0.5
+    again = [value.clone() for value in seen]
+    seen.clear()
+    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    assert all(torch.equal(a, b) for a, b in zip(again, seen, strict=True))
+    assert np.mean([float(value.double().mean()) for value in seen]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_dropout_that_is_switched_off_drops_nothing_while_the_network_trains() -> None:
+    """As of a part of a network that is in evaluation mode."""
+    seen: list[Tensor] = []
+
+    class Off(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for drop in (nn.functional.dropout, nn.functional.dropout2d):
+                seen.append(drop(torch.ones(2, 50, 2, 2), 0.5, False))
+            return x * self.scale
+
+    network = Network(Off(), torch.zeros(2))
+    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    assert len(seen) >= 2
+    assert all(bool((value == 1).all()) for value in seen)
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, None])
+def test_a_number_that_does_not_exist_is_never_the_best(nothing: float | None) -> None:
+    """Wherever it stands: comparisons with it are all false."""
+    for by, values, found in (
+        ("global_accuracy", [nothing, 0.5, 0.25], 2),
+        ("global_accuracy", [0.5, nothing, 0.75], 3),
+        ("-global_loss", [nothing, 3.0, 2.0], 3),
+    ):
+        name = by.removeprefix("-")
+        records = [{"round": i, "sparsity": 0.0, name: value} for i, value in enumerate(values, 1)]
+        chosen = best(records, by)
+        assert chosen is not None
+        assert (chosen.round, chosen.since) == (found, 3 - found)
+    records = [{"round": i, "sparsity": 0.0, "global_loss": value} for i, value in enumerate([3.0, 2.0, 2.0, 4.0], 1)]
+    lowest = best(records, "global_loss")
+    assert lowest == ("global_loss", 2, 2.0, 2), "the earliest of equals"

@@ -1,0 +1,190 @@
+"""Runs that train together against the same runs alone, clients in turn: also when some of them fail."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import fedprior
+from fedprior.core import trees
+from fedprior.core.optimisers import Optimiser
+from fedprior.em import Algorithm
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.settings import Settings, build
+from fedprior.engines.stacked.together import Together
+from fedprior.priors import Gaussian, Prior
+from fedprior.priors.tuned import Tuned
+
+
+def simulate(task, algorithm, seed=0, **settings) -> Simulation:
+    chosen = {"clients_per_round": 3, "batch_size": 4, "device": "cpu", "seed": seed, **settings}
+    return build(algorithm, task.network, task.data, Settings(**chosen))
+
+
+def same(found: Simulation, expected: Simulation) -> None:
+    """The whole state, moments included, up to rounding."""
+    for one, other in (
+        (found.server, expected.server),
+        (found.optimiser.state() if found.optimiser else {}, expected.optimiser.state() if expected.optimiser else {}),
+        ({str(k): v for k, v in found.memory.items()}, {str(k): v for k, v in expected.memory.items()}),
+    ):
+        mine, theirs = dict(trees.leaves(one)), dict(trees.leaves(other))
+        assert mine.keys() == theirs.keys()
+        for path, value in theirs.items():
+            torch.testing.assert_close(mine[path], value, rtol=0, atol=1e-9, check_dtype=False)
+    assert found.round == expected.round
+    assert torch.allclose(found.accuracy, expected.accuracy, equal_nan=True)
+
+
+# ---------------------------------------------------------------------- many runs
+
+
+CASES = {
+    "attackers": ("fedavg", {}, {"attack": "sign-flip", "attackers": 0.4}),
+    "local steps": ("scaffold", {}, {"local_steps": 5}),
+    "mixture": ("fedmix", {"scaffold": True}, {}),
+    "median under attack": ("fedmedian", {}, {"attack": "constant", "attackers": 0.3}),
+    "input gates": (
+        "fedsparse",
+        {"linear_gates": "inputs", "gate_output": True, "lambda0": 1e-3, "local_threshold_optimiser": "Adamax(lr=0.1)"},
+        {"epochs": 2},
+    ),
+    "dense rounds": ("fedsparse", {"dense_rounds": 2, "lambda0": 1e-3}, {"epochs": 2}),
+    "narrow": ("fednarrow", {"sparsity": 0.5, "dense_rounds": 1, "shrink": 0.4}, {"epochs": 2}),
+    "unpruned": ("fedsparse", {"prune_server": False, "dense_rounds": 1, "lambda0": 1e-3}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_together_are_as_if_alone(small_task, case):
+    """Also the bytes: alone every message is encoded, together they are counted."""
+    name, own, settings = CASES[case]
+    task = small_task(dtype=torch.float64, test_sizes=(6, 0, 3, 0, 1, 2))
+    algorithm = fedprior.algorithm(name, task.network, **own)
+    together, alone = ([simulate(task, algorithm, seed, **settings) for seed in (0, 1)] for _ in range(2))
+    engine = Together(together)
+    for _ in range(4):
+        for found, sim in zip(engine.step(evaluate=True), alone, strict=True):
+            expected = sim.step(evaluate=True)
+            assert found.pop("floored", None) == expected.pop("floored", None)
+            assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
+    engine.sync()
+    for one, other in zip(together, alone, strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedmix", "fedsparse"])
+def test_full_batches_need_no_weights_and_last_ones_may(small_task, name):
+    """Clients of as many batches, of which only the last has padding: the others are told apart on the host."""
+    task = small_task((8, 7, 8, 6), dtype=torch.float64)
+    algorithm = fedprior.algorithm(name, task.network)
+    together, alone = (simulate(task, algorithm, epochs=2) for _ in range(2))
+    engine = Together([together])
+    for _ in range(3):
+        (found,), expected = engine.step(evaluate=True), alone.step(evaluate=True)
+        assert found == pytest.approx(expected, abs=1e-9)
+    engine.sync()
+    same(together, alone)
+
+
+def test_targets_that_are_no_labels_have_no_accuracy_in_either_engine():
+    draw = torch.Generator().manual_seed(0)
+    clients = [tuple(torch.randn(n, d, generator=draw) for n, d in ((5, 3), (5, 2), (2, 3), (2, 2))) for _ in range(4)]
+
+    def squared(outputs, y):
+        return (outputs - y).square().sum(-1)
+
+    task = fedprior.own_task(nn.Linear(3, 2), clients, loss=squared)
+    algorithm = fedprior.algorithm("fedavg", task.network)
+    together, alone = simulate(task, algorithm), simulate(task, algorithm)
+    engine = Together([together])
+    for _ in range(2):
+        (found,), expected = engine.step(evaluate=True), alone.step(evaluate=True)
+        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert together.accuracy.isnan().all()
+
+
+def test_an_algorithm_and_a_prior_of_ones_own_train_together(small_task):
+    class Own(Gaussian):
+        scalars = ()
+
+    task = small_task(dtype=torch.float64)
+    algorithm = Algorithm(Own(0.3), {"weights": Optimiser("SGD", {"lr": 0.1})})
+    together, alone = ([simulate(task, algorithm, seed) for seed in (0, 1)] for _ in range(2))
+    engine = Together(together)
+    for _ in range(2):
+        engine.step(evaluate=False)
+        for sim in alone:
+            sim.step(evaluate=False)
+    for one, other in zip(together, alone, strict=True):
+        same(one, other)
+
+
+def test_a_tuned_prior_has_every_method_from_the_prior_it_tunes():
+    """A method that it forgot would silently be the base class's."""
+    for name, _ in inspect.getmembers(Prior, inspect.isfunction):
+        assert name.startswith("_") or name in vars(Tuned), name
+
+
+# ---------------------------------------------------------------------- runs that diverge
+
+
+def poison(simulations: list[Simulation], place: int) -> None:
+    """From now on one run's weights are not finite after local training: its data stay as they are for the others."""
+    simulations[place].server["weights"]["fc2.bias"].fill_(1e308)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_run_that_diverges_does_not_disturb_the_others(small_task, place):
+    task = small_task(dtype=torch.float64)
+    algorithm = fedprior.algorithm("fedadam", task.network)
+    together, alone = ([simulate(task, algorithm, seed) for seed in (0, 1, 2)] for _ in range(2))
+    engine = Together(together)
+    for number in range(1, 6):
+        if number == 3:
+            poison(together, place)
+            kept = trees.tree_map(torch.clone, together[place].server)
+        records = engine.step(evaluate=True)
+        for other, (found, sim) in enumerate(zip(records, alone, strict=True)):
+            if other == place and number >= 3:
+                assert isinstance(found, fedprior.DivergedError)
+                assert "in round 3:" in str(found)
+                continue
+            assert found == pytest.approx(sim.step(evaluate=True), abs=1e-9)
+        engine.sync()
+    poison(alone, place)  # it was left after round 2, which is the state that must have been kept
+    for one, other in zip(together, alone, strict=True):
+        same(one, other)
+    for (path, value), (_, now) in zip(trees.leaves(kept), trees.leaves(together[place].server), strict=True):
+        assert torch.equal(value, now), path
+
+
+@pytest.mark.parametrize("server", ["Adam(lr=0.01)", "NAdam(lr=0.01)", "SGD(lr=1.0, momentum=0.9)"])
+def test_when_all_diverge_the_moments_are_those_before_that_round(small_task, server):
+    task = small_task(dtype=torch.float64)
+    algorithm = fedprior.algorithm("fedadam", task.network, server_optimiser=server)
+    together, alone = simulate(task, algorithm), simulate(task, algorithm)
+    engine = Together([together])
+    for _ in range(3):
+        engine.step(evaluate=False)
+        alone.step(evaluate=False)
+    poison([together], 0)
+    poison([alone], 0)
+    assert isinstance(engine.step(evaluate=False)[0], fedprior.DivergedError)
+    with pytest.raises(fedprior.DivergedError):
+        alone.step(evaluate=False)
+    engine.sync()
+    same(together, alone)
+
+
+# ---------------------------------------------------------------------- what cannot be stacked
+
+
+def test_a_server_optimiser_that_is_not_elementwise_is_not_shared_by_stacked_runs(small_task):
+    task = small_task()
+    algorithm = fedprior.algorithm("fedavg", task.network, server_optimiser="Adafactor(lr=0.01)")
+    with pytest.raises(fedprior.SettingError, match="in turn"):
+        fedprior.run(task, algorithm, mode="vectorised")
+    assert dataclasses.replace(algorithm, server=None).vectorises

@@ -1,0 +1,138 @@
+"""Runs that stop early, keep their best model, or go on beyond their end."""
+
+import json
+import math
+import tomllib
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import fedprior
+from fedprior import FedpriorError, RunError, SettingError
+from fedprior.runs.early import best
+
+
+def evaluated(*values, name="global_accuracy", every=2):
+    """Records with an evaluation every other round."""
+    records = []
+    for value in values:
+        records += [{"round": len(records) + i} for i in range(1, every)]
+        records.append({"round": len(records) + 1, "sparsity": 0.0, name: value})
+    return records
+
+
+def test_the_best_evaluation():
+    assert best([{"round": 1}], "auto") is None
+    assert best(evaluated(0.1, 0.3, 0.3, 0.2), "auto") == ("global_accuracy", 4, 0.3, 2)
+    assert best(evaluated(3.0, 1.0, 2.0, name="global_loss"), "auto") == ("global_loss", 4, 1.0, 1)
+    assert best(evaluated(3.0, 1.0, 2.0, name="global_mae"), "global_mae") == ("global_mae", 2, 3.0, 2)
+    assert best(evaluated(3.0, 1.0, 2.0, name="global_mae"), "-global_mae") == ("global_mae", 4, 1.0, 1)
+    assert best(evaluated(0.1, math.nan, None, 0.2), "global_accuracy") == ("global_accuracy", 8, 0.2, 0)
+    with pytest.raises(SettingError, match="an evaluation has no recall; there are sparsity, global_accuracy"):
+        best(evaluated(0.1), "recall")
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_patience_ends_a_run_where_its_records_say(small_task, tmp_path):
+    """Against an unbroken run with the same numbers: what it would have recorded up to there."""
+    settings = {"rounds": 40, "evaluate_every": 2, "local_optimiser": "SGD(lr=0.3)"}
+    task = small_task(**{k: v for k, v in settings.items() if k != "local_optimiser"})
+    algorithm = fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.3)")
+    whole = fedprior.run(task, algorithm)
+    expected, high, waited = 40, -1.0, 0
+    for record in whole.records:
+        if "global_accuracy" in record:
+            high, waited = (record["global_accuracy"], 0) if record["global_accuracy"] > high else (high, waited + 1)
+            if waited == 3:
+                expected = record["round"]
+                break
+    assert expected < 40, "the task is learned before its end"
+    stopped = fedprior.run(task, algorithm, out=tmp_path / "run", patience=3)
+    assert stopped.records == whole.records[:expected]
+    assert stopped.summary["stopped"] == "no better global_accuracy in 3 evaluations"
+    assert stopped.summary["rounds"] == expected
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["run"]["patience"] == 3
+    # A resumed run finds the same in its records.
+    again = fedprior.resume(tmp_path / "run", task=task, algorithm=algorithm)
+    assert (again.records, again.summary["stopped"]) == (stopped.records, stopped.summary["stopped"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"]
+
+
+@pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
+def test_the_best_model_is_kept_also_through_a_restart(small_task, tmp_path, mode):
+    task = small_task(rounds=40, evaluate_every=2, mode=mode)
+    algorithm = fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.3)")
+    seen = {}
+
+    def stop(at):
+        def progress(record):
+            seen[record["round"]] = record.get("global_accuracy", -1.0)
+            return fedprior.STOP if record["round"] == at else None
+
+        return progress
+
+    whole = fedprior.run(task, algorithm, out=tmp_path / "whole", keep="best", progress=stop(99))
+    top = max(seen, key=lambda number: (seen[number], -number))
+    assert whole.summary["best_round"] == top < 40
+    assert whole.summary["best_global_accuracy"] == seen[top]
+    alone = fedprior.run(task, algorithm, progress=stop(top))
+    assert same(weights(whole.best), weights(alone.model))
+    assert not same(weights(whole.best), weights(whole.model))
+    kept = safetensors.torch.load_file(tmp_path / "whole" / "best.safetensors")
+    assert same(kept, weights(alone.model))
+    for at in (top - 1, top, top + 1):
+        path = tmp_path / f"broken-{at}"
+        if at:
+            first = fedprior.run(task, algorithm, out=path, keep="best", progress=stop(at))
+            assert (len(first.records), first.summary["stopped"]) == (at, "by its callback")
+            again = fedprior.resume(path, task=task, algorithm=algorithm)
+            assert same(weights(again.best), weights(whole.best))
+            assert again.records == whole.records
+            assert (path / "best.safetensors").read_bytes() == (tmp_path / "whole" / "best.safetensors").read_bytes()
+    assert fedprior.run(task, algorithm, rounds=1).best is None
+
+
+def test_more_rounds_are_those_of_a_run_that_had_them_from_the_start(small_task, tmp_path):
+    task = small_task(rounds=4, evaluate_every=2)
+    fedprior.run(task, "fedavg", out=tmp_path / "run")
+    for wrong in (3, 0, -1):
+        with pytest.raises(RunError, match=f"has 4 rounds already: --rounds must be at least that, got {wrong}"):
+            fedprior.resume(tmp_path / "run", task=task, rounds=wrong)
+    assert "rounds = 4" in (tmp_path / "run" / "config.toml").read_text()
+    longer = fedprior.resume(tmp_path / "run", task=task, rounds=8)
+    fedprior.run(small_task(rounds=8, evaluate_every=2), "fedavg", out=tmp_path / "whole")
+    for name in ("config.toml", "rounds.jsonl", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert longer.summary["rounds"] == 8
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"), [("many", "rounds must be int"), (6.5, "rounds must be"), (1, "at least")]
+)
+def test_more_rounds_that_are_none(small_task, tmp_path, rounds, words):
+    task = small_task(rounds=2)
+    fedprior.run(task, "fedavg", out=tmp_path / "run")
+    with pytest.raises(FedpriorError, match=words):
+        fedprior.resume(tmp_path / "run", task=task, rounds=rounds)
+
+
+def test_settings_that_make_no_sense(small_task):
+    for wrong, words in (({"patience": 0}, "patience must be at least 1"), ({"keep": "all"}, "keep must be last or")):
+        with pytest.raises(SettingError, match=words):
+            fedprior.run(small_task(), "fedavg", **wrong)
+    unjudged = fedprior.own_task(nn.Linear(2, 2), [(torch.rand(4, 2), torch.arange(4) % 2)], rounds=1)
+    for setting in ({"patience": 1}, {"keep": "best"}, {"keep": "best", "by": "-global_loss"}):
+        with pytest.raises(SettingError, match="needs test examples"):
+            fedprior.run(unjudged, "fedavg", **setting)
+    assert fedprior.run(unjudged, "fedavg", keep="best", by="sparsity").best is not None
+    with pytest.raises(SettingError, match="by=recall: an evaluation has no recall; there are "):
+        fedprior.run(small_task(), "fedavg", patience=1, by="recall")

@@ -1,0 +1,78 @@
+"""The folders of src: who may import whom, and what stands at the root."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SRC = Path(__file__).parents[1] / "src"
+ORDER = [
+    *("core", "report", "units", "wire", "priors", "corrections", "em", "engines", "catalogue", "runs", "trained"),
+    *("flower", "fedprior_experiments", "cli"),
+]
+"""A folder imports itself and those before it. `version` stands below all of them, the package itself above."""
+ROOT = ("__init__.py", "__main__.py", "version.py")
+KERNELS = "kernels"  # imports nothing, and is imported by name: an exception until kernels are registered from outside
+
+
+def modules() -> dict[str, Path]:
+    """Every module of src by its dotted name."""
+    paths = {path.relative_to(SRC).with_suffix(""): path for path in SRC.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def imports(source: str) -> Iterator[str]:
+    """What a source imports, at its top or inside functions, as dotted names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folder(module: str) -> str:
+    """The top-level folder of a dotted name; empty for the root of the package."""
+    first, _, rest = module.partition(".")
+    return first if first == "fedprior_experiments" else rest.partition(".")[0]
+
+
+def upward(importer: str, source: str) -> list[str]:
+    """What a module imports that stands above it."""
+    place = {name: number for number, name in enumerate(["version", KERNELS, *ORDER])}
+    ours = [name for name in imports(source) if name.partition(".")[0] in ("fedprior", "fedprior_experiments")]
+    return [name for name in ours if place.get(folder(name), len(place)) > place[folder(importer)]]
+
+
+def test_no_folder_imports_one_above_it():
+    for name, path in modules().items():
+        if folder(name) not in ("", "__main__"):
+            assert upward(name, path.read_text(encoding="utf-8")) == [], name
+
+
+def test_an_upward_import_is_noticed_wherever_it_stands():
+    assert upward("fedprior.wire.codec", "def f():\n    from fedprior.em import client") == ["fedprior.em.client"]
+    assert upward("fedprior.runs.start", "import fedprior_experiments.frontier") == ["fedprior_experiments.frontier"]
+    assert upward("fedprior.core.keys", "from fedprior import run") == ["fedprior.run"]
+    assert upward("fedprior.em.client", "from fedprior import wire\nimport torch") == []
+
+
+def test_no_module_imports_itself_through_others():
+    known = modules()
+    found = {name: _known(imports(path.read_text(encoding="utf-8")), known) for name, path in known.items()}
+    del found["fedprior"]  # names its modules for type checkers; imports them when asked for
+    while leaves := [name for name, names in found.items() if not names & found.keys() - {name}]:
+        for name in leaves:
+            del found[name]
+    assert not found, f"a cycle among {sorted(found)}"
+
+
+def _known(names: Iterator[str], known: dict[str, Path]) -> set[str]:
+    """The modules among dotted names: a name's own, or that which has it."""
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
+
+
+def test_the_root_is_small_and_every_folder_has_a_place():
+    root = SRC / "fedprior"
+    assert sorted(path.name for path in root.glob("*.py")) == sorted(ROOT)
+    folders = {path.parent.name for path in root.glob("*/__init__.py")}
+    assert folders == {*ORDER, KERNELS} - {"fedprior_experiments"}
