@@ -226,7 +226,7 @@ def test_stacked_runs_of_other_sizes_are_as_if_alone(small_task, name, kind):
     """Two runs whose partitions differ: one of clients of one size, one not."""
     tasks = [small_task(sizes, dtype=torch.float64) for sizes in ((4, 4, 4, 4, 4), (2, 8, 2, 5, 3))]
     shared = tasks[0]
-    joint = fedprior.catalogue.data.FederatedData.from_clients(
+    joint = fedprior.FederatedData.from_clients(
         [(torch.cat([t.data.x for t in tasks]), torch.cat([t.data.y for t in tasks]))], classes=4
     )
     parts = [np.split(np.arange(20), np.cumsum(sizes)[:-1]) for sizes in ((4, 4, 4, 4, 4), (2, 8, 2, 5, 3))]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fedprior
 from fedprior import DataError, SettingError
 from fedprior.catalogue.data import dirichlet, partition
+from fedprior.core import federated
 
 LABELS = np.repeat(np.arange(10), 100)
 TEST_LABELS = np.repeat(np.arange(10), 20)
@@ -155,8 +156,8 @@ def test_single_class_users_have_one_class_and_share_it_equally() -> None:
 
 def test_the_librarys_fingerprint_is_the_one_pinned_here() -> None:
     train, test = dirichlet(LABELS, TEST_LABELS, 20, 1.0, 0)
-    assert partition.fingerprint(train) == "5621f295679b6385"
-    assert partition.fingerprint([*train, *test]) == fingerprint([*train, *test])
+    assert federated.fingerprint(train) == "5621f295679b6385"
+    assert federated.fingerprint([*train, *test]) == fingerprint([*train, *test])
     data = fedprior.task("mnist-mini", clients=50, seed=3).data
     parts = [shards[s].tolist() for shards in (data.train, data.test) for s in range(50)]
     assert data.fingerprint() == fingerprint(parts)
