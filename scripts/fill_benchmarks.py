@@ -23,13 +23,13 @@ from [results/index.toml](../results/index.toml); a test fails when it is out of
 - **Accuracies** are means over the evaluations in the last 5% of rounds, then over seeds, in percent.
 - **GiB** are all messages of a run in both directions. **Sparsity** is the share of parameters that is gone at the end.
 - **Date** is the day on which the records entered the repository.
-- A **command** makes a set of records again; add `--data-dir` where your data are. For the exact command of every single
-  run, open the page that `fedprior report results/NAME` writes: it ends with them.
+- A **command** makes a set of records again; add `--data-dir` where your data are. For the exact command of every
+  single run, open the page that `fedprior report results/NAME` writes: it ends with them.
 """
 TIMES = """## Speed
 
-Milliseconds are the median of the timed rounds. [performance.md](performance.md) says what each contestant does and where
-the time goes; [benchmarks/README.md](../benchmarks/README.md) says why the comparison is fair.
+Milliseconds are the median of the timed rounds. [performance.md](performance.md) says what each contestant does and
+where the time goes; [benchmarks/README.md](../benchmarks/README.md) says why the comparison is fair.
 """
 
 
