@@ -18,6 +18,10 @@ from small_world import CLASSES, small_clients, small_net
 
 # Two workers on two cores need no more; another number is tried where somebody asks for it.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+# Where there is no GPU to compile them for, kernels are interpreted. Triton looks when a kernel is defined, so this
+# comes before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("FEDPRIOR_TEST_ONEDNN") == "0":  # as in a torch built without it; here, not in subprocesses
     torch.backends.mkldnn.set_flags(_enabled=False)
 

@@ -1,21 +1,55 @@
+"""The kernels run on a GPU where there is one, and in Triton's interpreter on the CPU where there is none."""
+
 import os
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 import torch
 
+from fedprior.kernels import BatchedKernels
+from fedprior.kernels.mode import ROUTES
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETER = (3, 7)
+"""The first Triton whose interpreter works with numpy 2.4."""
+
+
+def missing() -> str | None:
+    """Why no kernel can run here; None: it can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton (Linux on x86-64); without it the kernels are not tested"
+    if DEVICE == "cuda":
+        return None
+    if os.environ["TRITON_INTERPRET"] != "1":
+        return "no GPU, and TRITON_INTERPRET is not 1: the kernels are not tested"
+    found = version("triton")
+    if tuple(map(int, found.split(".")[:2])) < INTERPRETER:
+        return f"no GPU, and the interpreter of Triton {found} is too old for numpy 2.4: the kernels are not tested"
+    return None
 
 
 @pytest.fixture(autouse=True)
 def plain_float32(monkeypatch, request):
     if not getattr(request.module, "NEEDS_TRITON", True):
         return
-    pytest.importorskip("triton", reason="the kernels need Triton, which comes with torch for CUDA")
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
+    if reason := missing():
+        pytest.skip(reason)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture
 def device():
     return DEVICE
+
+
+@pytest.fixture
+def on_kernels(device, monkeypatch, request):
+    """The settings of a run on the kernels, which are interpreted where there is no GPU."""
+    torchs = getattr(request.module, "CONVOLUTIONS_ARE_TORCHS", False)
+    routes = {f: route for f, route in ROUTES.items() if not (torchs and route is BatchedKernels.conv2d)}
+    if device == "cpu":
+        monkeypatch.setattr("fedprior.kernels.usable", lambda x: x.dtype == torch.float32)
+        monkeypatch.setattr("fedprior.core.keys._in_kernel", lambda key: True)
+        monkeypatch.setattr("fedprior.kernels.routed", lambda x: BatchedKernels(True, routes))
+    return {"device": device, "mode": "captured" if device == "cuda" else "vectorised", "arithmetic": "float32"}

@@ -5,7 +5,11 @@ from torch.func import grad, vmap
 from fedprior.core.batch_norm import moments
 from fedprior.kernels.batch_norm import _plain, batch_norm
 
-SHAPES = [(2, 3, 4, 5, 3), (3, 1, 6, 4, 4), (1, 20, 2, 40, 60), (2, 5, 7)]
+SHAPES = [(2, 3, 4, 5, 3), (3, 1, 2, 4, 4), (1, 3, 2, 40, 60), (2, 5, 3)]
+CASES = [
+    *[(SHAPES[0], affine, masked) for affine in (False, True) for masked in (False, True)],
+    *[(shape, True, True) for shape in SHAPES[1:]],
+]
 
 
 def tensors(shape, device):
@@ -25,9 +29,7 @@ def plain(x, mask, weight, bias, eps):
     return (normal if weight is None else normal * weight.reshape(shape) + bias.reshape(shape)), mean, variance
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "affine", "masked"), CASES)
 def test_values_and_gradients_are_those_of_the_definition(device, shape, affine, masked):
     x, mask, weight, bias, direction = tensors(shape, device)
     given = {"x": x, "d": direction} | ({"w": weight, "b": bias} if affine else {}) | ({"m": mask} if masked else {})

@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from fedprior.kernels import BatchedKernels
 from fedprior.kernels.conv import Tile, forward, grad_input, grad_weight
 
-quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

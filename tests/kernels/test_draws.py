@@ -31,6 +31,8 @@ def test_folded_keys_and_bits_are_the_same_bit_for_bit(device, monkeypatch):
         assert torch.equal(vmap(lambda key, m=mixed: draws.fold(key, m))(each), keys.fold(each, number))
     assert torch.equal(draws.fold(root, numbers), keys.fold(root, numbers))
     assert torch.equal(draws.fold(each[:, None], numbers), keys.fold(each[:, None], numbers))
+    many = torch.arange(66_000, device=device)  # 65 programs
+    assert torch.equal(draws.fold(root, many), keys.fold(root, many))
     wide = each.expand(4, 3, 5).transpose(0, 2)
     assert torch.equal(draws.fold(wide, numbers[:4]), keys.fold(wide, numbers[:4]))
     nested = lambda fold: vmap(vmap(fold, (None, 0)), (0, None))(each, numbers)  # noqa: E731

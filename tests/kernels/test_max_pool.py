@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 
-from fedprior.kernels import BatchedKernels
+from fedprior.kernels import BatchedKernels, max_pool
 
 
 def both(function, *args):
@@ -14,7 +14,7 @@ def both(function, *args):
     return ours, function(*args)
 
 
-@pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3)])
+@pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3), (20, 23)])
 def test_values_and_gradients_are_torchs_with_ties(device, size):
     torch.manual_seed(0)
     # Few distinct values, as after ReLU: the first of equals gets the gradient.
@@ -23,6 +23,15 @@ def test_values_and_gradients_are_torchs_with_ties(device, size):
     pool = nn.MaxPool2d(2)
     torch.testing.assert_close(*both(vmap(pool), x))
     torch.testing.assert_close(*both(vmap(grad(lambda x, d: (pool(x) * d).sum())), x, direction))
+
+
+def test_more_than_32_bits_count_the_same(device, monkeypatch):
+    """So many inputs take 8 GiB; what they change is how a small tensor's are counted here."""
+    launch = max_pool._launch
+    wide = lambda x, windows: (launch(x, windows)[0] | {"WIDE": True}, launch(x, windows)[1])  # noqa: E731
+    monkeypatch.setattr(max_pool, "_launch", wide)
+    x = torch.randn(2, 1, 20, 7, 9, device=device)
+    torch.testing.assert_close(*both(vmap(grad(lambda x: F.max_pool2d(x, 2).pow(2).sum())), x))
 
 
 def test_nan_wins(device):
