@@ -9,7 +9,6 @@ from torch import nn
 from torch.func import grad, vmap
 
 import fedprior
-from fedprior.catalogue.models import LeNet5, ResNet20
 from fedprior.core import keys
 from fedprior.kernels import concrete, gates
 from fedprior.priors import thresholds
