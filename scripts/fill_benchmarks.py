@@ -99,7 +99,7 @@ def of_timings(entry: dict[str, Any], results: Path) -> str:
         for task, contestants in found["tasks"].items()
         for name, one in contestants.items()
     ]
-    head = ["task", "contestant", "ms a round", "× fedavg", "GPU MiB", "host MiB"]
+    head = ["task", "contestant", "ms per round", "× fedavg", "GPU MiB", "host MiB"]
     about = f"`results/performance/{entry['file']}`, {entry['date']}, {where}, {found['rounds']} timed rounds."
     return "\n\n".join([about, f"```sh\n{entry['command']}\n```", table(head, rows, words=2)])
 
