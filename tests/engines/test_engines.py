@@ -145,7 +145,7 @@ def test_records_belong_to_their_checkpoint(tmp_path) -> None:
     assert folder.truncate(2, checksum(records[:2]), write=False) == records[:2]
     for wrong in (records[:1], [records[0], records[0]], [records[1], records[0]], records[1:]):
         write(wrong)
-        with pytest.raises(RunError, match="does not hold rounds 1 to 2"):
+        with pytest.raises(RunError, match=r"does not hold rounds 1 to 2|is not round [12]"):
             folder.truncate(2, checksum(wrong[:2]), write=False)
     write([records[0], {**records[1], "train_loss": 0.25}])
     with pytest.raises(RunError, match="does not belong"):

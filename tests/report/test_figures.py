@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fedprior.report import find_runs, group_runs
-from fedprior.report.records import Partition
+from fedprior.report.reading import Partition
 
 pytest.importorskip("matplotlib", reason="the extra fedprior[report] is not installed")
 from fedprior.report import figures

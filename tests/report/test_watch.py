@@ -6,8 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
+from fedprior.report.reading import round_seconds
 from fedprior.report.tensorboard import TensorBoard
-from fedprior.report.watch import look, round_seconds, view, watch
+from fedprior.report.watch import look, view, watch
 
 
 def shown(path):

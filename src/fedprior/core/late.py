@@ -19,7 +19,7 @@ def late(records: Sequence[Mapping[str, Any]], name: str) -> float:
     >>> late([{"round": r, "a": r} for r in range(1, 101)], "a")
     98.0
     """
-    evaluated = [(r["round"], r[name]) for r in records if _is_number(r.get(name))]
+    evaluated = [(r["round"], r[name]) for r in records if is_number(r.get(name))]
     if not evaluated:
         return math.nan
     after = (1 - SHARE) * len(records) + 1e-9  # round 95 of 100 is not among the last five
@@ -27,5 +27,8 @@ def late(records: Sequence[Mapping[str, Any]], name: str) -> float:
     return float(sum(values) / len(values))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any, *, finite: bool = True) -> bool:
+    """Whether something read from a record is a number; truth is none, nor is a whole number that no float holds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or (isinstance(value, int) and abs(value) > 2**63):
+        return False
+    return not finite or math.isfinite(value)

@@ -5,7 +5,6 @@ One device is killed on the way. What is left is a run's folder like any other.
 
 import argparse
 import contextlib
-import json
 import shutil
 import sys
 import tempfile
@@ -78,8 +77,7 @@ def deploy(
                 say(f"SIGKILL to the device of client {nodes - 1}")
         federation.wait(run, began + seconds)
         say("Flower says that the run is complete")
-    summary: dict[str, Any] = json.loads(RunFolder(out).summary.read_text(encoding="utf-8"))
-    return summary
+    return RunFolder(out).read_summary()
 
 
 @contextlib.contextmanager

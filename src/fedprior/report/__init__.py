@@ -1,17 +1,7 @@
 """Tables and figures from records. Sees only what a run left on disk."""
 
-from fedprior.report.records import (
-    Broken,
-    Curve,
-    Estimate,
-    Found,
-    Group,
-    Partition,
-    Run,
-    find_runs,
-    group_runs,
-    read_run,
-)
+from fedprior.report.reading import Partition
+from fedprior.report.records import Broken, Curve, Estimate, Found, Group, Run, find_runs, group_runs, read_run
 from fedprior.report.table import markdown_table, summary_table
 
 __all__ = [

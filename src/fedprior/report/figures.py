@@ -13,7 +13,8 @@ import numpy as np
 
 from fedprior.core.errors import FedpriorError
 from fedprior.core.files import write_atomically, writing
-from fedprior.report.records import Group, Partition
+from fedprior.report.reading import Partition
+from fedprior.report.records import Group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedprior.report.records import HERE_ONLY, Run, group_runs
 
-TABLES = ("algorithm", "run", "task")
+ORDER = ("algorithm", "run", "task")
+"""Sections of config.toml, those whose settings tell most first."""
 
 
 def told_apart(runs: Sequence[Run]) -> list[Run]:
@@ -23,7 +24,7 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
         label = f"{group.task} {group.label}" if len(shared) > 1 else group.label
         keys = _telling(group.runs)
         for run in group.runs:
-            settings = ", ".join(f"{key}={_text(run.config[table].get(key))}" for table, key in keys)
+            settings = ", ".join(f"{key}={_text(run.config[section].get(key))}" for section, key in keys)
             names[id(run)] = f"{label} {settings}".strip()
     for name in set(names.values()):
         same = [run for run in runs if names[id(run)] == name]
@@ -35,16 +36,16 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
 
 def _telling(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Settings, each of which tells apart runs that those before it do not."""
-    known = dict.fromkeys((table, key) for table in TABLES for run in runs for key in run.config[table])
+    known = dict.fromkeys((section, key) for section in ORDER for run in runs for key in run.config[section])
     chosen: list[tuple[str, str]] = []
-    for table, key in known:
-        if key not in HERE_ONLY and key != "seed" and _kinds(runs, [*chosen, (table, key)]) > _kinds(runs, chosen):
-            chosen.append((table, key))
+    for section, key in known:
+        if key not in HERE_ONLY and key != "seed" and _kinds(runs, [*chosen, (section, key)]) > _kinds(runs, chosen):
+            chosen.append((section, key))
     return chosen
 
 
 def _kinds(runs: Sequence[Run], keys: Iterable[tuple[str, str]]) -> int:
-    return len({tuple(_text(run.config[table].get(key)) for table, key in keys) for run in runs})
+    return len({tuple(_text(run.config[section].get(key)) for section, key in keys) for run in runs})
 
 
 def _text(value: Any) -> str:

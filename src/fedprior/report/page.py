@@ -16,6 +16,7 @@ from typing import Any
 from fedprior.core.files import write_atomically, writing
 from fedprior.core.late import MEANS
 from fedprior.report.page_data import UNITS, page_data, span
+from fedprior.report.reading import SECTIONS
 from fedprior.report.records import Broken, Group, Run, group_runs
 from fedprior.report.table import score
 from fedprior.report.tables import cells, header, more_of
@@ -218,16 +219,17 @@ def _units(groups: Sequence[Group]) -> str:
 
 def _settings(runs: Sequence[Run]) -> str:
     """Every setting of every run, those that differ in bold."""
-    tables = ("run", "task", "algorithm", "made")
-    keys = dict.fromkeys((table, key) for table in tables for run in runs for key in run.config.get(table, {}))
+    keys = dict.fromkeys(
+        (section, key) for section in (*SECTIONS, "made") for run in runs for key in run.config.get(section, {})
+    )
     head = "".join(f"<th>{html.escape(run.label)} {run.seed}</th>" for run in runs)
     lines = []
-    for table, key in keys:
-        values = [_plain(run.config.get(table, {}).get(key)) for run in runs]
+    for section, key in keys:
+        values = [_plain(run.config.get(section, {}).get(key)) for run in runs]
         differs = ' class="differs"' if len(set(values)) > 1 else ""
         columns = "".join(f"<td>{html.escape(value)}</td>" for value in values)
         # On a phone a name breaks between its words.
-        name = html.escape(f"{table}.{key}").replace(".", ".<wbr>").replace("_", "_<wbr>")
+        name = html.escape(f"{section}.{key}").replace(".", ".<wbr>").replace("_", "_<wbr>")
         lines.append(f"<tr{differs}><td>{name}</td>{columns}</tr>")
     return f'<table class="settings"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 

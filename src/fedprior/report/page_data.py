@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedprior.report.records import Group, Partition, Run
+from fedprior.report.reading import Partition, round_seconds
+from fedprior.report.records import Group, Run
 from fedprior.report.table import SCORES
-from fedprior.report.watch import round_seconds
 
 POINTS = 800
 """A line has about so many points; longer runs are shown by the means of consecutive rounds."""

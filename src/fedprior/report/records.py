@@ -1,4 +1,4 @@
-"""Runs as they lie on disk: config.toml, rounds.jsonl, summary.json, partition.json. Knows files, never algorithms.
+"""Runs as they lie on disk, one by one and by label, over their seeds. Knows what was recorded, never algorithms.
 
 A folder that cannot be read becomes a `Broken` with a reason of one line, so that one bad run never hides the others.
 
@@ -7,9 +7,7 @@ A folder that cannot be read becomes a `Broken` with a reason of one line, so th
 ...     print(group.label, group.final("global_accuracy"))
 """
 
-import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,15 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from fedprior.core.late import late
+from fedprior.core.late import is_number, late
+from fedprior.report.reading import (
+    FILES,
+    SECTIONS,
+    Partition,
+    check_about,
+    read_config,
+    read_partition,
+    read_rounds,
+    read_summary,
+    read_trouble,
+)
 
 HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
 """Settings that say where and how a run is computed, not what."""
 GIB = 2**30
-FILES = ("config.toml", "rounds.jsonl", "summary.json")
-NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
-"""What summaries have; an accuracy only where targets are classes. Null is a number that does not exist, such as one
-without test examples."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +40,6 @@ class Broken:
 
     path: Path
     reason: str
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Who has how many examples of what: class counts, [clients, classes]; without labels one column of examples."""
-
-    fingerprint: str
-    classes: int
-    train: np.ndarray
-    test: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Run:
         """A field by round, where it was recorded and is a number: {5: 0.61, 10: 0.64, …}. `gib` is every round's."""
         if name == "gib":
             return {int(r["round"]): float(total) for r, total in zip(self.rounds, self.gib, strict=True)}
-        return {int(r["round"]): float(r[name]) for r in self.rounds if _is_number(r.get(name))}
+        return {int(r["round"]): float(r[name]) for r in self.rounds if is_number(r.get(name))}
 
     def final(self, name: str) -> float:
         """A field at the end, or at the last evaluation of an unfinished run; NaN where there is none. `gib` too."""
@@ -107,7 +102,7 @@ class Run:
             return float(self.summary["bytes_up"] + self.summary["bytes_down"]) / GIB
         if name != "gib" and self.summary is not None and name in self.summary:
             value = self.summary[name]
-            return float(value) if _is_number(value) else math.nan
+            return float(value) if is_number(value) else math.nan
         values = self.series(name)
         return values[max(values)] if values else math.nan
 
@@ -174,9 +169,9 @@ class Group:
         """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
         seen: dict[tuple[str, str], set[str]] = {}
         for run in self.runs:
-            for table in ("run", "task", "algorithm"):
-                for key, value in run.config[table].items():
-                    seen.setdefault((table, key), set()).add(repr(value))
+            for section in SECTIONS:
+                for key, value in run.config[section].items():
+                    seen.setdefault((section, key), set()).add(repr(value))
             # Said only where it is not the run's.
             seen.setdefault(("task", "seed"), set()).add(repr(run.config["task"].get("seed")))
         differ = {place for place, values in seen.items() if len(values) > 1} - {("run", "seed")}
@@ -218,86 +213,13 @@ def read_run(path: Path | str) -> Run | Broken:
     """The run in a folder, or why there is none."""
     path = Path(path)
     try:
-        config = _config(path / "config.toml")
-        summary = _summary(path / "summary.json")
-        rounds = _rounds(path / "rounds.jsonl")
+        config, rounds, summary = read_config(path), read_rounds(path), read_summary(path)
+        check_about(config["run"])
         if summary is not None and len(rounds) < summary["rounds"]:
             raise ValueError(f"summary.json tells of {summary['rounds']} rounds, rounds.jsonl holds {len(rounds)}")
-        diverged = path / "diverged.txt"
-        trouble = diverged.read_text(encoding="utf-8").strip() if diverged.is_file() and summary is None else ""
-        return Run(path, config, rounds, summary, _partition(path / "partition.json"), trouble)
+        trouble = read_trouble(path) if summary is None else ""
+        return Run(path, config, rounds, summary, read_partition(path), trouble)
     except OSError as error:
         return Broken(path, f"cannot be read: {error.strerror}")
     except ValueError as error:  # JSON, TOML and UTF-8 errors are all of this kind
         return Broken(path, " ".join(str(error).split()))
-
-
-def _config(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError("has no config.toml")
-    try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config.toml is damaged: {error}") from error
-    for table in ("run", "task", "algorithm"):
-        if not isinstance(config.get(table), dict):
-            raise ValueError(f"config.toml has no table [{table}]")
-    kinds = {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}
-    for key, kind in kinds.items():
-        if not isinstance(config["run"].get(key), kind):
-            raise ValueError(f"config.toml has no {key} of a run")
-    return config
-
-
-def _rounds(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; one that a crash cut short has no end and is not there yet."""
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"rounds.jsonl is damaged in line {number}: {error}") from error
-        if not isinstance(record, dict) or record.get("round") != number:
-            raise ValueError(f"rounds.jsonl is damaged: line {number} is not round {number}")
-        if not all(_is_number(record.get(key)) for key in ("bytes_up", "bytes_down")):
-            raise ValueError(f"rounds.jsonl is damaged: line {number} has no bytes")
-        records.append(record)
-    return records
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"summary.json is damaged: {error}") from error
-    if not isinstance(summary, dict) or not isinstance(summary.get("rounds"), int):
-        raise ValueError("summary.json is damaged: it does not say how many rounds there were")
-    for key in NUMBERS:
-        wrong = summary.get(key) is None if key.startswith("bytes") else False
-        missing = key not in summary and not key.endswith("accuracy")
-        number = summary.get(key) is None or _is_number(summary[key], finite=False)
-        if wrong or missing or not number:
-            raise ValueError(f"summary.json is damaged: {key} is not a number")
-    return summary
-
-
-def _partition(path: Path) -> Partition | None:
-    if not path.is_file():
-        return None
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        train, test = (np.array(held[name], np.int64) for name in ("train", "test"))
-        if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
-            raise ValueError("counts are not one row a client, one column a class")
-        return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"partition.json is damaged: {error}") from error
-
-
-def _is_number(value: Any, finite: bool = True) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and isinstance(value, int) and abs(value) > 2**63:  # no count is; it would not fit in a float
-        return False
-    return is_number and (not finite or math.isfinite(value))

@@ -8,9 +8,9 @@ from typing import Any
 
 from fedprior.core.files import write_atomically, writing
 from fedprior.core.late import MEANS
+from fedprior.report.reading import round_seconds
 from fedprior.report.records import Run
 from fedprior.report.table import SCORES, columns, markdown_lines, more_scores, rows
-from fedprior.report.watch import round_seconds
 
 ACCURACIES = ("global_accuracy", "local_accuracy")
 LATE = tuple(f"{name}_late" for name in ACCURACIES)

@@ -1,6 +1,5 @@
 """A live terminal view of runs in other processes, from the records that they leave on disk."""
 
-import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprior.report.names import told_apart
+from fedprior.report.reading import round_seconds
 from fedprior.report.records import Broken, Run, find_runs, read_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -99,25 +99,6 @@ def _state(run: Run, pace: float | None) -> str:
     if pace is None:
         return "starting"
     return f"{timedelta(seconds=round(pace * (run.planned - len(run.rounds))))} left"
-
-
-def round_seconds(path: Path) -> dict[int, float]:
-    """Seconds by round, from times.jsonl; a round that was run again counts as it was last run.
-
-    Nothing depends on these numbers, so a damaged line is left out.
-    """
-    seconds: dict[int, float] = {}
-    try:
-        lines = (path / "times.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return seconds
-    for line in lines:
-        try:
-            record = json.loads(line)
-            seconds[int(record["round"])] = float(record["seconds"])
-        except (ValueError, TypeError, KeyError, OverflowError):
-            continue
-    return seconds
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -7,7 +7,8 @@ from fedprior.core.errors import RunError
 from fedprior.report import figures
 from fedprior.report.names import told_apart
 from fedprior.report.page import write_page
-from fedprior.report.records import FILES, Broken, Found, Run, find_runs, group_runs, read_run
+from fedprior.report.reading import FILES
+from fedprior.report.records import Broken, Found, Run, find_runs, group_runs, read_run
 from fedprior.report.tables import write_tables
 
 

@@ -2,9 +2,9 @@
 
 import json
 import math
-import tomllib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedprior.core.errors import RunError
 from fedprior.core.files import append_line, write_atomically
 from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
+from fedprior.report import reading
 
 Record = dict[str, Any]
 
@@ -63,16 +64,8 @@ class RunFolder:
         """The config, or why there is none."""
         if not self.config.is_file():
             raise RunError(f"{self.path} is not a run: it has no config.toml")
-        try:
-            config = tomllib.loads(self.config.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}") from error
-        for table in ("run", "task", "algorithm"):
-            if not isinstance(config.get(table), dict):
-                raise RunError(f"{self.config} has no table [{table}]")
-        if config["run"].get("wire") in ("auto", "encode", "count"):  # `messages`, before `wire` was a precision
-            config["run"] |= {"messages": config["run"]["wire"], "wire": "float32"}
-        return config
+        with self._reading():
+            return reading.read_config(self.path)
 
     def extend(self, rounds: int) -> None:
         """Have another number of rounds in the config."""
@@ -94,15 +87,8 @@ class RunFolder:
 
     def records(self) -> list[Record]:
         """All complete lines; a line cut short by a crash is not one."""
-        try:
-            lines = self.rounds.read_bytes().split(b"\n")[:-1] if self.rounds.exists() else []
-            records = [json.loads(line) for line in lines]
-        except (ValueError, OSError) as error:
-            raise RunError(f"{self.rounds} is damaged: {error}") from error
-        needed = {"round", "bytes_up", "bytes_down", "train_loss"}
-        if not all(isinstance(record, dict) and needed <= record.keys() for record in records):
-            raise RunError(f"{self.rounds} is damaged: a line is not a record")
-        return records
+        with self._reading():
+            return reading.read_rounds(self.path)
 
     def truncate(self, rounds: int, expected: str, *, write: bool = True) -> list[Record]:
         """Forget what was recorded after the checkpoint, which expects records of this checksum before it.
@@ -110,7 +96,7 @@ class RunFolder:
         `write`: in the file as well; of several ranks only one does.
         """
         records = self.records()[:rounds]
-        if [record.get("round") for record in records] != list(range(1, rounds + 1)):
+        if len(records) < rounds:
             raise RunError(f"{self.rounds} does not hold rounds 1 to {rounds} of its checkpoint")
         if checksum(records) != expected:
             raise RunError(f"{self.checkpoint} does not belong to the records in {self.rounds}")
@@ -121,13 +107,21 @@ class RunFolder:
 
     def read_summary(self) -> Record:
         """The summary of a finished run."""
-        try:
-            summary = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise RunError(f"{self.summary} cannot be read: {error}") from error
-        if not isinstance(summary, dict):
-            raise RunError(f"{self.summary} is damaged: it is not a summary")
+        with self._reading():
+            summary = reading.read_summary(self.path)
+        if summary is None:
+            raise RunError(f"{self.path} is not finished: it has no summary.json")
         return summary
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What goes wrong in here is that this run cannot be read."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise RunError(f"{self.path} cannot be read: {' '.join(str(error).split())}") from error
 
     def finish(self, summary: Record, model: Params) -> None:
         """The end of a run."""
