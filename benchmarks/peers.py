@@ -27,6 +27,8 @@ import torch
 from contestants.tasks import TASKS, Task
 from contestants.turns import Turns
 
+from fedprior.report.table import Table
+
 PEERS = {
     "fedavg": ("contestants.ours", "fedavg", "fedprior"),
     "fedsparse": ("contestants.ours", "fedsparse", "fedprior"),
@@ -163,14 +165,11 @@ def contest(task: Task, peers: list[str], device: str, threads: int, warmup: int
 
 def table(task: str, results: dict[str, Any]) -> str:
     """Markdown: milliseconds a round, the ratio to FedAvg here round by round, and memory."""
-    lines = [
-        f"| {task} | ms a round | × fedavg | host MiB | GPU MiB |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows: list[list[str]] = []
     ours = results.get("fedavg", {})
     for name, result in results.items():
         if not result:
-            lines.append(f"| {name} | failed | | | |")
+            rows.append([name, "failed", "", "", ""])
             continue
         ratio = ""
         if ours:
@@ -178,14 +177,15 @@ def table(task: str, results: dict[str, Any]) -> str:
             pairs = zip(result["all_ms"], ours["all_ms"], strict=True)
             result["ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
             ratio = f"{result['ratio']:.2f}"
-        memory = f"{result['host_mib']:.0f} | {result['gpu_mib']:.0f}"
-        lines.append(f"| {name} | {result['ms']:.1f} | {ratio} | {memory} |")
+        memory = [f"{result[f'{kind}_mib']:.0f}" for kind in ("host", "gpu")]
+        rows.append([name, f"{result['ms']:.1f}", ratio, *memory])
+    made = Table([task, "ms a round", "× fedavg", "host MiB", "GPU MiB"], rows).markdown()
     if results.get("sweep") and results.get("fedsparse"):
         alone = SWEPT * results["fedsparse"]["ms"]
         together = results["sweep"]["ms"]
-        lines.append(f"\n{SWEPT} runs: {alone:.1f} ms one after the other, {together:.1f} ms together, "
-                     f"{alone / together:.2f}×")  # fmt: skip
-    return "\n".join(lines)
+        made += f"\n{SWEPT} runs: {alone:.1f} ms one after the other, {together:.1f} ms together, "
+        made += f"{alone / together:.2f}×\n"
+    return made.rstrip("\n")
 
 
 def installed(peers: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedprior.report import find_runs
+from fedprior.report import Table, find_runs
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -37,12 +37,6 @@ def number(values: list[float], digits: int = 1) -> str:
     """The mean of what is known."""
     known = [value for value in values if math.isfinite(value)]
     return f"{np.mean(known):.{digits}f}" if known else "–"
-
-
-def table(head: list[str], rows: list[list[str]], words: int = 1) -> str:
-    """A Markdown table whose first columns hold words and whose others hold numbers."""
-    rule = ["---"] * words + ["---:"] * (len(head) - words)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows]) + "\n"
 
 
 def of_runs(entry: dict[str, Any], results: Path) -> str:
@@ -75,7 +69,7 @@ def of_runs(entry: dict[str, Any], results: Path) -> str:
     head = ["record", "algorithm", "seeds", "rounds", "global %", "local %", "GiB", "sparsity %"]
     about = f"{entry['date']}, {', '.join(devices)}, {len(found.runs)} runs: [the document]({entry['document']})."
     parts = [f"## {entry['title']}", f"`results/{entry['folder']}`, {about} {entry.get('note', '')}".rstrip()]
-    return "\n\n".join([*parts, f"```sh\n{commands}\n```", table(head, rows, words=3)])
+    return "\n\n".join([*parts, f"```sh\n{commands}\n```", Table(head, rows, words=3).markdown()])
 
 
 def memory(mib: float) -> str:
@@ -101,7 +95,7 @@ def of_timings(entry: dict[str, Any], results: Path) -> str:
     ]
     head = ["task", "contestant", "ms per round", "× fedavg", "GPU MiB", "host MiB"]
     about = f"`results/performance/{entry['file']}`, {entry['date']}, {where}, {found['rounds']} timed rounds."
-    return "\n\n".join([about, f"```sh\n{entry['command']}\n```", table(head, rows, words=2)])
+    return "\n\n".join([about, f"```sh\n{entry['command']}\n```", Table(head, rows, words=2).markdown()])
 
 
 def page(results: Path) -> str:

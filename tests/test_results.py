@@ -78,7 +78,7 @@ def test_the_frontiers_table_is_that_of_its_records():
         assert run.config["run"]["wire"] == spec.run["wire"]
         assert run.config["algorithm"]["sparsity"] == spec.algorithm_settings["sparsity"]
     text = (RESULTS / "frontier" / "frontier.md").read_text(encoding="utf-8")
-    assert pareto.markdown(text.splitlines()[0], pareto.points_of(group_runs(found))) == text
+    assert pareto.table_of_points(text.splitlines()[0], pareto.points_of(group_runs(found))).markdown() == text
 
 
 def test_fednarrow_of_the_papers_sparsity_on_cifar10_has_its_accuracy_with_fewer_bytes():

@@ -12,7 +12,7 @@ import fedprior
 from fedprior import DataError, ModelError, SettingError
 from fedprior.report import summary_table
 from fedprior.report.records import read_run
-from fedprior.report.tables import comma_separated, latex, markdown
+from fedprior.report.run_tables import numbers_of_runs, table_of_runs
 
 MODES = ("in-turn", "vectorised")
 QUICK = {"rounds": 2, "clients_per_round": 3, "batch_size": 4, "evaluate_every": 1, "device": "cpu"}
@@ -261,9 +261,9 @@ def test_tables_and_reports_show_the_loss_and_metrics_where_there_is_no_accuracy
         for where in ("global", "local"):
             assert float(cells[f"{where} {name}"]) == pytest.approx(result.summary[f"{where}_{name}"], rel=1e-3)
     run = read_run(tmp_path / "run")
-    assert "global mae" in markdown([run])
-    assert "local loss" in latex([run])
-    header, line = comma_separated([run]).splitlines()
+    assert "global mae" in table_of_runs([run]).markdown()
+    assert "local loss" in table_of_runs([run]).latex()
+    header, line = numbers_of_runs([run]).csv().splitlines()
     found = dict(zip(header.split(","), line.split(","), strict=True))
     assert float(found["global_mae"]) == result.summary["global_mae"]
     assert found["global_accuracy"] == ""

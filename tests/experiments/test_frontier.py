@@ -95,7 +95,7 @@ def test_table_and_figure_show_every_point():
         )
         for i, (g, a) in enumerate([(1, 0.5), (2, 0.6), (0.5, 0.55), (4, 0.4)])
     ]
-    text = pareto.markdown("title", points)
+    text = pareto.table_of_points("title", points).markdown()
     assert [line.split("|")[1].strip() for line in text.splitlines() if "| p" in line] == ["p2", "p0", "p1", "p3"]
     published = [Reference("FedAvg", 3.0, 50.0, None), Reference("FedDrop", 2.0, 51.0, 60.0)]
     figure = pareto.draw(points, published)

@@ -7,7 +7,7 @@ from fedprior.report.names import told_apart
 from fedprior.report.page import page
 from fedprior.report.page_data import page_data
 from fedprior.report.records import group_runs, read_run
-from fedprior.report.tables import comma_separated, latex, markdown
+from fedprior.report.run_tables import numbers_of_runs, table_of_runs
 from fedprior.report.watch import look
 from fedprior.report.write import gather
 from fedprior.runs.folder import to_toml
@@ -89,9 +89,9 @@ def test_six_runs_of_one_algorithm_are_six_rows_and_six_lines(write_run, tmp_pat
     for name in names:
         assert html.count(f"</span>{name}</td>") == 1
         assert f"<th>{name} 0</th>" in html
-        assert f"| {name} |" in markdown(runs)
-        assert name in comma_separated(runs)
-        assert f"{name.replace('_', chr(92) + '_')} &" in latex(runs)
+        assert f"| {name} |" in table_of_runs(runs).markdown()
+        assert name in numbers_of_runs(runs).csv()
+        assert f"{name.replace('_', chr(92) + '_')} &" in table_of_runs(runs).latex()
     assert sorted(run.label for run in look(tmp_path)) == sorted(names)
     # The command says the recorded label.
     assert "--label fedsparse " in repeat_command(runs[0])

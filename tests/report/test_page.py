@@ -14,7 +14,7 @@ import fedprior
 from fedprior.core.errors import RunError
 from fedprior.report import find_runs, read_run
 from fedprior.report.page import page
-from fedprior.report.tables import comma_separated, latex, markdown
+from fedprior.report.run_tables import numbers_of_runs, table_of_runs
 from fedprior.report.write import gather, write_report
 
 # Measures the page after it is drawn and leaves the result in it.
@@ -242,9 +242,9 @@ def test_folders_are_gathered_once_and_nothing_to_report_is_an_error(paperlike, 
 
 def test_tables_for_readers_papers_and_programs(write_run, tmp_path):
     runs = [read_run(write_run(tmp_path / "a", label="50%_a|b")), read_run(write_run(tmp_path / "b", finished=False))]
-    assert r"| 50%_a\|b | 0 | 200 |" in markdown(runs)
-    assert r"50\%\_a|b & 0 & 200 &" in latex(runs)
-    header, first, second = (line.split(",") for line in comma_separated(runs).splitlines())
+    assert r"| 50%_a\|b | 0 | 200 |" in table_of_runs(runs).markdown()
+    assert r"50\%\_a|b & 0 & 200 &" in table_of_runs(runs).latex()
+    header, first, second = (line.split(",") for line in numbers_of_runs(runs).csv().splitlines())
     one = dict(zip(header, first, strict=True))
     assert float(one["global_accuracy"]) == runs[0].summary["global_accuracy"]
     assert (one["finished"], dict(zip(header, second, strict=True))["finished"]) == ("true", "false")

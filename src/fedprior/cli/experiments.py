@@ -102,8 +102,9 @@ def frontier_command(
     points = pareto.points_of(group_runs(found))
     references = frontier.published(found[0])
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
-    console.print(pareto.terminal(title, points))
-    write_atomically(folder / "frontier.md", pareto.markdown(title, points))
+    table = pareto.table_of_points(title, points)
+    console.print(table.terminal(box=None, title_style="bold"))
+    write_atomically(folder / "frontier.md", table.markdown())
     paths = [folder / "frontier.md"]
     try:
         paths += save(pareto.draw(points, references), folder, "frontier")

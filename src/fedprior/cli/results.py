@@ -10,7 +10,7 @@ import typer
 from fedprior.cli.terminal import console
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
 SHOWN = 20
 
@@ -85,13 +85,12 @@ def predict_command(
 ) -> None:
     """Classify images or arrays with an exported model."""
     from fedprior.core.files import write_atomically
+    from fedprior.report.table import Table
     from fedprior.trained.compact.predict import predict
 
     found = predict(model, inputs, resize=resize)
-    table = _table("input", "class", "probability")
-    for row in found[:SHOWN]:
-        table.add_row(row.name, str(row.label), f"{row.probability:.3f}")
-    console.print(table)
+    rows = [[row.name, str(row.label), f"{row.probability:.3f}"] for row in found[:SHOWN]]
+    console.print(Table(["input", "class", "probability"], rows, words=3).terminal())
     if len(found) > SHOWN:
         console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"))
     if out:
@@ -112,50 +111,39 @@ def evaluate_command(
     personalise: Client = None,
 ) -> None:
     """Measure a run's network, or with --personalise one client's own beside it."""
+    from fedprior.report.table import Table
     from fedprior.trained.export import evaluate
 
     found = evaluate(run, data=data, personalise=personalise)
     names = [name for name in found if name not in ("title", "examples", "accuracy", "loss", "by_class", "server")]
-    table = _table("model", "examples", "accuracy", "loss", *names)
+    header, rows = ["model", "examples", "accuracy", "loss", *names], []
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])
     for name, row in models:
         accuracy = f"{100 * row['accuracy']:.2f}%" if "accuracy" in row else "–"
         own = (f"{row[metric]:.4g}" for metric in names)
-        table.add_row(name, f"{found['examples']:,}", accuracy, f"{row['loss']:.4f}", *own)
-    console.print(table)
+        rows.append([name, f"{found['examples']:,}", accuracy, f"{row['loss']:.4f}", *own])
+    console.print(Table(header, rows, words=len(header)).terminal())
     if "by_class" not in found:
         return
-    classes = _table("class", "right", "of", "accuracy")
-    for label, (right, of) in found["by_class"].items():
-        classes.add_row(str(label), str(right), str(of), f"{100 * right / of:.1f}%")
-    console.print(classes)
+    classes = [[str(label), str(n), str(of), f"{100 * n / of:.1f}%"] for label, (n, of) in found["by_class"].items()]
+    console.print(Table(["class", "right", "of", "accuracy"], classes, words=4).terminal())
 
 
-def _table(*columns: str, **options: Any) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    return Table(*columns, box=box.SIMPLE_HEAD, **options)
-
-
-def _sizes_table(found: dict[str, Any]) -> "Table":
+def _sizes_table(found: dict[str, Any]) -> "RichTable":
     """Before and after, and the ratio of the two."""
+    from fedprior.report.table import Table
+
     kinds = [("", "dense", "compact")]
     if "dense onnx" in found["sizes"]:
         kinds.append(("ONNX ", "dense onnx", "compact onnx"))
-    table = _table(title=found["title"], title_justify="left")
-    table.add_column("")
-    for column in ("dense", "compact", "left"):
-        table.add_column(column, justify="right")
+    rows = []
     names = {"parameters": "{:,}", "bytes": "{:,}", "multiply_adds": "{:,}", "milliseconds": "{:.2f}"}
     for prefix, dense, small in kinds:
         before, after = found["sizes"][dense], found["sizes"][small]
         for name, form in names.items():
-            label = prefix + name.replace("_", "-")
-            table.add_row(
-                label, form.format(before[name]), form.format(after[name]), f"{after[name] / before[name]:.1%}"
-            )
-    return table
+            sizes = [form.format(before[name]), form.format(after[name]), f"{after[name] / before[name]:.1%}"]
+            rows.append([prefix + name.replace("_", "-"), *sizes])
+    return Table(["", "dense", "compact", "left"], rows, found["title"]).terminal()
 
 
 COMMANDS = (report_command, watch_command, evaluate_command, export_command, predict_command)

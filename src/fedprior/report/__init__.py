@@ -2,7 +2,8 @@
 
 from fedprior.report.reading import Partition
 from fedprior.report.records import Broken, Curve, Estimate, Found, Group, Run, find_runs, group_runs, read_run
-from fedprior.report.table import markdown_table, summary_table
+from fedprior.report.run_tables import markdown_table, summary_table
+from fedprior.report.table import Table
 
 __all__ = [
     "Broken",
@@ -12,6 +13,7 @@ __all__ = [
     "Group",
     "Partition",
     "Run",
+    "Table",
     "find_runs",
     "group_runs",
     "markdown_table",

@@ -5,7 +5,7 @@ with the extra `fedprior[report]`.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +63,9 @@ class Name(NamedTuple):
 
 Names = Mapping[str, Name]
 """The names in the legend's order. Colours follow this order, so that they agree in all figures."""
+Draw = Callable[[Sequence[Group], Names | None], "Figure"]
+Asked = Mapping[str, tuple[Draw, Sequence[Group]]]
+"""By its file's name, which figure is drawn of which groups."""
 
 
 class NoMatplotlibError(FedpriorError):
@@ -111,6 +114,16 @@ def partition_picture(partition: Partition) -> "Figure":
         bar.set_label("% of the client's examples")
         bar.outline.set_linewidth(0.6)
     return figure
+
+
+def write_figures(
+    folder: Path, asked: Asked, names: Names | None = None, partitions: Sequence[Partition] = ()
+) -> list[Path]:
+    """Every figure that there are groups for, and the partitions, in every format."""
+    drawn = {name: draw(groups, names) for name, (draw, groups) in asked.items() if groups}
+    for number, partition in enumerate(partitions):
+        drawn[f"partition-{number}" if number else "partition"] = partition_picture(partition)
+    return [path for name, figure in drawn.items() for path in save(figure, folder, name)]
 
 
 def save(figure: "Figure", folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:

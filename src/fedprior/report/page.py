@@ -18,8 +18,7 @@ from fedprior.core.late import MEANS
 from fedprior.report.page_data import UNITS, page_data, span
 from fedprior.report.reading import SECTIONS
 from fedprior.report.records import Broken, Group, Run, group_runs
-from fedprior.report.table import score
-from fedprior.report.tables import cells, header, more_of
+from fedprior.report.run_tables import cells, header, more_of, score
 from fedprior.version import __version__
 
 TEMPLATE = """<!doctype html>

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedprior.report.reading import Partition, round_seconds
 from fedprior.report.records import Group, Run
-from fedprior.report.table import SCORES
+from fedprior.report.run_tables import SCORES
 
 POINTS = 800
 """A line has about so many points; longer runs are shown by the means of consecutive rounds."""

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from fedprior.core.late import MEANS
 from fedprior.report.figures import COLOURS, COLUMN, figure_style
 from fedprior.report.records import Estimate, Group
-from fedprior.report.table import markdown_lines
+from fedprior.report.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,20 +88,11 @@ def _cells(point: Point) -> list[str]:
     return [point.label, *numbers, f"{100 * point.sparsity.mean:.1f}", str(point.gib.count), mark]
 
 
-def terminal(title: str, points: Sequence[Point]) -> Table:
-    """The points by their bytes."""
-    looks = {"title_justify": "left", "title_style": "bold", "caption": MEANS, "caption_justify": "left"}
-    table = Table(HEADER[0], title=title, box=None, **looks)  # type: ignore[arg-type]
-    for name in HEADER[1:]:
-        table.add_column(name, justify="right")
-    for point in _by_bytes(points):
-        table.add_row(*_cells(point), style="bold" if point.best else None)
-    return table
-
-
-def markdown(title: str, points: Sequence[Point]) -> str:
-    """The same for a document."""
-    return f"{title}\n\n{markdown_lines(HEADER, [_cells(point) for point in _by_bytes(points)])}\n{MEANS}\n"
+def table_of_points(title: str, points: Sequence[Point]) -> Table:
+    """The points by their bytes, those on the front in bold."""
+    ordered = _by_bytes(points)
+    strong = [number for number, point in enumerate(ordered) if point.best]
+    return Table(HEADER, [_cells(point) for point in ordered], title, MEANS, strong=strong)
 
 
 def _by_bytes(points: Sequence[Point]) -> list[Point]:

@@ -18,7 +18,7 @@ FILES = ("config.toml", "rounds.jsonl", "summary.json")
 """A folder that has any of these holds a run."""
 SECTIONS = ("run", "task", "algorithm")
 """The tables of config.toml in which settings are."""
-NUMBERS = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
+RECORDED = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
 """What summaries have; an accuracy only where targets are classes. Null is a number that does not exist, such as one
 without test examples."""
 
@@ -87,7 +87,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"summary.json is damaged: {error}") from error
     if not isinstance(summary, dict) or not isinstance(summary.get("rounds"), int):
         raise ValueError("summary.json is damaged: it does not say how many rounds there were")
-    for key in NUMBERS:
+    for key in RECORDED:
         if not _is_entry(summary, key):
             raise ValueError(f"summary.json is damaged: {key} is not a number")
     return summary

@@ -1,101 +1,103 @@
-"""One table of runs: accuracies, megabytes, sparsity."""
+"""A table as plain data, and the one place that writes it: for a document, paper, program, terminal or notebook."""
 
-import math
-from collections.abc import Mapping, Sequence
+import csv
+import html
+import io
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from fedprior.core.late import MEANS
+from fedprior.core.files import write_atomically, writing
 
-COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "parameters", "seconds")
-
-
-SCORES = ("global_", "local_")
-"""How the names of what was measured on test examples begin."""
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+LATEX |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
 
 
-def more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What else is shown of these runs: metrics of a user's own, and the loss where a run has no accuracy."""
-    accurate = all(s.get("global_accuracy") is not None for s in summaries)
-    usual = {"accuracy", "loss"} if accurate else {"accuracy"}
-    found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
-    names = dict.fromkeys(key.split("_", 1)[1] for key in found)
-    return [f"{prefix}{name}" for name in names if name not in usual for prefix in SCORES]
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a header: `words` columns of text, then numbers. Cells are text, but in a CSV anything."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    title: str = ""
+    caption: str = ""
+    notes: Sequence[str] = ()
+    """What stands below, in a document only."""
+    words: int = 1
+    strong: Collection[int] = ()
+    """The rows that a terminal shows in bold."""
+    soft: Collection[str] = ()
+    """The columns that a terminal shows dimmed."""
+
+    def markdown(self) -> str:
+        """For a document."""
+        rule = ["---"] * self.words + ["---:"] * (len(self.header) - self.words)
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
+        lines = "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *cells))
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n\n".join(part for part in (self.title, lines, self.caption, notes) if part) + "\n"
+
+    def latex(self) -> str:
+        """For a paper; needs the package booktabs."""
+        form = "l" * self.words + "r" * (len(self.header) - self.words)
+        header, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in (self.header, *self.rows))
+        body = [r"\toprule", header, r"\midrule", *rows, r"\bottomrule"]
+        comment = f"% {self.caption.replace('%', ' percent')}"
+        return "\n".join([comment, rf"\begin{{tabular}}{{{form}}}", *body, r"\end{tabular}", ""])
+
+    def csv(self) -> str:
+        """For a program: numbers as they are, nothing where there is none."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.header)
+        writer.writerows([["" if cell is None or cell != cell else cell for cell in row] for row in self.rows])
+        return text.getvalue()
+
+    def terminal(self, *, whole: bool = False, **looks: Any) -> RichTable:
+        """For a terminal; `whole` words are not broken into lines, and `looks` are rich's."""
+        left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left", "box": box.SIMPLE_HEAD}
+        made = RichTable(title=self.title or None, caption=self.caption or None, **{**left, **looks})
+        for number, name in enumerate(self.header):
+            word, style = number < self.words, "dim" if name in self.soft else None
+            justify: Any = "left" if word else "right"
+            made.add_column(name, justify=justify, style=style, no_wrap=whole and word, overflow="fold")
+        for number, row in enumerate(self.rows):
+            made.add_row(*row, style="bold" if number in self.strong else None)
+        return made
+
+    def text(self) -> str:
+        """For an interpreter: columns of plain letters."""
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+        )
+
+    def html(self) -> str:
+        """For a notebook."""
+        header = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
+        lines = "".join(f"<tr>{line}</tr>" for line in (header, *rows))
+        return f"<table><caption>{html.escape(self.title)}</caption>{lines}</table>"
 
 
-def columns(more: Sequence[str]) -> list[str]:
-    """The table's header; `global_mae` is headed "global mae"."""
-    return [*COLUMNS, *(name.replace("_", " ", 1) for name in more)]
+def write_tables(folder: Path, shown: Table, numbers: Table) -> list[Path]:
+    """table.md and table.tex, and the numbers as table.csv."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    texts = {"table.md": shown.markdown(), "table.tex": shown.latex(), "table.csv": numbers.csv()}
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    return [folder / name for name in texts]
 
 
-def score(value: Any) -> str:
-    """A measured number in four digits."""
-    return f"{value:.4g}" if isinstance(value, int | float) and math.isfinite(value) else "–"
-
-
-def rows(summaries: Sequence[Mapping[str, Any]], more: Sequence[str] | None = None) -> list[list[str]]:
-    """The cells of the table, one row a run, with its seed where they have several."""
-    more = more_scores(summaries) if more is None else more
-    several = len(_seeds(summaries)) > 1
-    return [
-        [
-            f"{s['label']} ({s['seed']})" if several else str(s["label"]),
-            _percent(_late(s, "global_accuracy")),
-            _percent(_late(s, "local_accuracy")),
-            f"{s['bytes_up'] / 1e6:,.1f}",
-            f"{s['bytes_down'] / 1e6:,.1f}",
-            _percent(s["sparsity"]),
-            "–" if s["effective_parameters"] is None else f"{s['effective_parameters']:,}",
-            "–" if s["seconds"] is None else f"{s['seconds']:,.1f}",
-            *(score(s.get(name)) for name in more),
-        ]
-        for s in summaries
-    ]
-
-
-def summary_table(summaries: Sequence[dict[str, Any]]) -> Table:
-    """The table for a terminal."""
-    table = Table(
-        title=_title(summaries), title_justify="left", caption=MEANS, caption_justify="left", box=box.SIMPLE_HEAD
-    )
-    for i, column in enumerate(columns(more_scores(summaries))):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows(summaries):
-        table.add_row(*row)
-    return table
-
-
-def markdown_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """The same table for a file."""
-    lines = markdown_lines(columns(more_scores(summaries)), rows(summaries))
-    return f"{_title(summaries)}\n\n{lines}\n{MEANS}\n"
-
-
-def markdown_lines(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first column is text and whose others are numbers."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
-    lines += [[cell.replace("|", "\\|") for cell in line] for line in cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _title(summaries: Sequence[dict[str, Any]]) -> str:
-    if not summaries:
-        return "no run was finished"
-    s, seeds = summaries[0], ", ".join(map(str, _seeds(summaries)))
-    return f"{s['task']}, {s['rounds']} rounds, seed {seeds}, {s['device']}, fedprior {s['version']}"
-
-
-def _seeds(summaries: Sequence[Mapping[str, Any]]) -> list[int]:
-    return sorted({s["seed"] for s in summaries if "seed" in s})
-
-
-def _late(summary: Mapping[str, Any], name: str) -> float | None:
-    """The mean of the last 5% of rounds; of a summary that is older than that, the last evaluation."""
-    found: float | None = summary.get(f"{name}_late", summary.get(name))
-    return found
-
-
-def _percent(fraction: float | None) -> str:
-    return "–" if fraction is None or fraction != fraction else f"{100 * fraction:.1f}%"
+def _latex_cell(text: str) -> str:
+    """Escaped; of a mean and its error, the error small and below."""
+    if both := re.fullmatch(r"([\d.]+) ± ([\d.]+)", text):
+        return rf"${both[1]}_{{\pm {both[2]}}}$"
+    return "".join(LATEX.get(letter, letter) for letter in text)

@@ -9,7 +9,8 @@ from fedprior.report.names import told_apart
 from fedprior.report.page import write_page
 from fedprior.report.reading import FILES
 from fedprior.report.records import Broken, Found, Run, find_runs, group_runs, read_run
-from fedprior.report.tables import write_tables
+from fedprior.report.run_tables import numbers_of_runs, table_of_runs
+from fedprior.report.table import write_tables
 
 
 def gather(paths: Sequence[Path]) -> Found:
@@ -44,27 +45,20 @@ def write_report(
     write_page(out, found.runs, found.broken, repeat)
     written = [out]
     if tables_to:
-        written += write_tables(tables_to, found.runs)
+        written += write_tables(tables_to, table_of_runs(found.runs), numbers_of_runs(found.runs))
     if figures_to:
-        written += write_figures(figures_to, found.runs)
+        held = {one.fingerprint: one for run in found.runs if (one := run.partition) and one.classes}
+        written += figures.write_figures(figures_to, figures_of(found.runs), partitions=list(held.values()))
     return written, found.broken
 
 
-def write_figures(folder: Path, runs: Sequence[Run]) -> list[Path]:
-    """Figures in the style of the paper, as far as there are records for them."""
+def figures_of(runs: Sequence[Run]) -> figures.Asked:
+    """What there are records for, in the style of the paper."""
     groups = group_runs(runs)
     evaluated = [group for group in groups if len(group.curve("global_accuracy").x)]
-    sparse = [group for group in groups if group.final("sparsity").mean > 0]
-    gated = [group for group in groups if len(group.curve("tv_mean").x)]
-    partitions = {run.partition.fingerprint: run.partition for run in runs if run.partition and run.partition.classes}
-    drawn = {}
-    if evaluated:
-        drawn["accuracy-bytes"] = figures.accuracy_against_bytes(evaluated)
-        drawn["accuracy-rounds"] = figures.accuracy_against_rounds(evaluated)
-    if sparse:
-        drawn["sparsity"] = figures.sparsity_over_rounds(sparse)
-    if gated:
-        drawn["gate-agreement"] = figures.total_variation(gated)
-    for number, partition in enumerate(partitions.values()):
-        drawn[f"partition-{number}" if number else "partition"] = figures.partition_picture(partition)
-    return [path for name, figure in drawn.items() for path in figures.save(figure, folder, name)]
+    return {
+        "accuracy-bytes": (figures.accuracy_against_bytes, evaluated),
+        "accuracy-rounds": (figures.accuracy_against_rounds, evaluated),
+        "sparsity": (figures.sparsity_over_rounds, [group for group in groups if group.final("sparsity").mean > 0]),
+        "gate-agreement": (figures.total_variation, [group for group in groups if len(group.curve("tv_mean").x)]),
+    }

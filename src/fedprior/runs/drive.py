@@ -1,9 +1,8 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
-import html
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
 from fedprior.engines.server import final_model, learned, totals, with_values
 from fedprior.engines.settings import Settings
+from fedprior.report.run_tables import table_of_summaries
+from fedprior.report.table import Table
 from fedprior.runs import checkpoint, early
 from fedprior.runs.folder import Record, RunFolder, checksum
 from fedprior.version import __version__
@@ -42,31 +43,18 @@ class Result:
     """With keep=best, the model of the best evaluation."""
 
     def __repr__(self) -> str:
-        header, *cells = self._shown()
-        widths = [max(len(header[i]), len(cells[0][i])) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *cells)
-        ]
         where = f", kept in {self.path}" if self.path else ""
-        return "\n".join([f"Result: {self._title()}{where}", *lines])
+        table = self._table()
+        return f"Result: {table.title}{where}\n{table.text()}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        header, *cells = [
-            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
-            for tag, line in zip(("th", "td"), self._shown(), strict=True)
-        ]
-        return f"<table><caption>{html.escape(self._title())}</caption><tr>{header}</tr><tr>{cells[0]}</tr></table>"
+        return self._table().html()
 
-    def _shown(self) -> list[list[str]]:
-        """The header and the row of a table of runs."""
-        from fedprior.report.table import columns, more_scores, rows
-
-        return [columns(more_scores([self.summary])), *rows([self.summary])]
-
-    def _title(self) -> str:
+    def _table(self) -> Table:
         about = self.summary
-        return f"{about['algorithm']} on {about['task']}, {about['rounds']} rounds, seed {about['seed']}"
+        title = f"{about['algorithm']} on {about['task']}, {about['rounds']} rounds, seed {about['seed']}"
+        return replace(table_of_summaries([about]), title=title)
 
 
 @dataclass

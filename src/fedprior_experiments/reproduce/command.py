@@ -11,7 +11,7 @@ from fedprior.report.page import write_page
 from fedprior.runs.repeat import repeat_command
 from fedprior.runs.specs import missing
 from fedprior.runs.start import run_settings
-from fedprior_experiments.reproduce import table
+from fedprior_experiments.reproduce.beside import terminal
 from fedprior_experiments.reproduce.experiments import experiment as named_experiment
 from fedprior_experiments.reproduce.plan import check_names, plan
 from fedprior_experiments.reproduce.results import Results, read_results, shown_in
@@ -43,10 +43,9 @@ def reproduce(
             console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)
         train(left, console)
     results = read_results(named_experiment(name).chosen(methods, shown_in(out)), out, given)
-    experiment = results.experiment
     if not ranks.first():
         return results
-    console.print(table.terminal(results.title, experiment, results.groups))
+    console.print(terminal(results.table))
     for note in results.notes:
         console.print(f"- {note}", highlight=False, markup=False, soft_wrap=True)
     page = out / "report.html"

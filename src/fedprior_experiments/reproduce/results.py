@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from fedprior.core.errors import RunError
-from fedprior.core.files import write_atomically, writing
 from fedprior.report import figures
 from fedprior.report.records import HERE_ONLY, Group, Run, find_runs, group_runs
-from fedprior.runs.specs import differences
-from fedprior_experiments.reproduce import table
+from fedprior.report.table import Table, write_tables
+from fedprior.runs.specs import Spec, differences
+from fedprior_experiments.reproduce.beside import beside_paper, numbers
 from fedprior_experiments.reproduce.experiments import Experiment
 from fedprior_experiments.reproduce.plan import plan
 
@@ -42,45 +42,35 @@ class Results:
         about = [*crowd, length, f"seeds {seeds}", *sorted(places), *sorted(versions)] if runs else ["no finished runs"]
         return f"{self.experiment.title}: {', '.join(about)}"
 
+    @property
+    def table(self) -> Table:
+        """Ours beside the paper's."""
+        return beside_paper(self.title, self.experiment, self.groups, self.notes)
+
     def write_tables(self) -> list[Path]:
-        """table.md, table.csv and table.tex in the experiment's folder."""
-        texts = {
-            "md": table.markdown(self.title, self.experiment, self.groups, self.notes),
-            "csv": table.csv(self.experiment, self.groups),
-            "tex": table.latex(self.experiment, self.groups),
-        }
-        with writing(self.out):
-            self.out.mkdir(parents=True, exist_ok=True)
-        paths = [self.out / f"table.{kind}" for kind in texts]
-        for path, text in zip(paths, texts.values(), strict=True):
-            write_atomically(path, text)
-        return paths
+        """table.md, table.tex and table.csv in the experiment's folder."""
+        return write_tables(self.out, self.table, numbers(self.experiment, self.groups))
 
     def write_figures(self) -> list[Path]:
         """The paper's figures, as far as there are records for them, in `figures`."""
         names = {one.label: figures.Name(one.name, one.variant_of) for one in self.experiment.methods}
-        with_and_without = self.experiment.pruning or ()
-        compared = [g for g in self.groups if g.label not in with_and_without[1:]]
-        pruned = [g for g in self.groups if g.label in with_and_without]
-        sparse = [g for g in compared if g.final("sparsity").mean > 0]
-        # Gates that the server decides are the clients' too: nothing to see.
-        gated = [g for g in compared if g.curve("tv_max").mean.any()]
-        drawn = {}
-        if compared:
-            drawn["accuracy-gib"] = figures.accuracy_against_bytes(compared, names)
-            drawn["accuracy-rounds"] = figures.accuracy_against_rounds(compared, names)
-        if sparse:
-            drawn["sparsity"] = figures.sparsity_over_rounds(sparse, names)
-        if gated:
-            drawn["total-variation"] = figures.total_variation(gated, names)
-        if len(pruned) == 2:
-            texts = ("with server pruning", "without")
-            called = {label: figures.Name(text) for label, text in zip(with_and_without, texts, strict=True)}
-            drawn["server-pruning"] = figures.accuracy_against_rounds(pruned, called)
+        pair = self.experiment.pruning or ()
+        compared = [group for group in self.groups if group.label not in pair[1:]]
+        pruned = [group for group in self.groups if group.label in pair]
+        called = dict(zip(pair, map(figures.Name, ("with server pruning", "without")), strict=False))
+        asked: figures.Asked = {
+            "accuracy-gib": (figures.accuracy_against_bytes, compared),
+            "accuracy-rounds": (figures.accuracy_against_rounds, compared),
+            "sparsity": (figures.sparsity_over_rounds, [g for g in compared if g.final("sparsity").mean > 0]),
+            # Gates that the server decides are the clients' too: nothing to see.
+            "total-variation": (figures.total_variation, [g for g in compared if g.curve("tv_max").mean.any()]),
+            "server-pruning": (
+                lambda groups, _: figures.accuracy_against_rounds(groups, called),
+                pruned if len(pruned) == 2 else [],
+            ),
+        }
         partitions = [run.partition for group in self.groups for run in group.runs if run.partition]
-        if partitions:
-            drawn["partition"] = figures.partition_picture(partitions[0])
-        return [path for name, figure in drawn.items() for path in figures.save(figure, self.out / "figures", name)]
+        return figures.write_figures(self.out / "figures", asked, names, partitions[:1])
 
 
 def shown_in(out: Path) -> set[str]:
@@ -92,32 +82,47 @@ def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = M
     """Read the folder; needs neither data nor a GPU. Runs are held against the experiment with the `given` settings."""
     found = find_runs(out)
     order = {method.label: number for number, method in enumerate(experiment.methods)}
-    mine = [run for run in found.runs if run.task == experiment.task and run.label in order]
-    if not mine:
+    of_it = [run for run in found.runs if run.task == experiment.task and run.label in order]
+    if not of_it:
         raise RunError(f"{out} has no run of {experiment.name}: make some, or say where they are (--out)")
-    notes = [f"{broken.path}: {broken.reason}" for broken in found.broken]
-    specs = plan(experiment, sorted({run.seed for run in mine}), out, given)
+    specs = plan(experiment, sorted({run.seed for run in of_it}), out, given)
     expected = {(spec.label, spec.seed): spec for spec in specs}
-    elsewhere = {run.path for run in mine if run.path != expected[run.label, run.seed].out}
-    notes += [
-        f"{run.path}: it is {run.label}, seed {run.seed}, which is kept in {expected[run.label, run.seed].out}; "
-        "not in the table"
-        for run in mine
-        if run.path in elsewhere
-    ]
-    mine = [run for run in mine if run.path not in elsewhere]
+    mine, misplaced = _in_their_place(of_it, expected)
     if not mine:
         raise RunError(f"{out} has no run of {experiment.name} where they are kept, {out}/LABEL/seed-N")
-    for run in mine:
-        if not run.finished:
-            state = run.trouble or f"unfinished, {len(run.rounds):,} of {run.planned:,} rounds"
-            notes.append(f"{run.label}, seed {run.seed}: {state}; not in the table")
     done = [run for run in mine if run.finished]
-    notes += _different(done, [differences(run.config, expected[run.label, run.seed].config()) for run in done])
-    groups = sorted(group_runs(run for run in mine if run.finished), key=lambda group: order[group.label])
-    notes += [f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed]
-    notes += _partitions(mine) + _changed(given)
+    groups = sorted(group_runs(done), key=lambda group: order[group.label])
+    notes = [
+        *(f"{broken.path}: {broken.reason}" for broken in found.broken),
+        *misplaced,
+        *_unfinished(mine),
+        *_different(done, [differences(run.config, expected[run.label, run.seed].config()) for run in done]),
+        *(f"{group.label}: its runs differ in {', '.join(group.mixed)}" for group in groups if group.mixed),
+        *_partitions(mine),
+        *_changed(given),
+    ]
     return Results(experiment, out, groups, notes)
+
+
+def _in_their_place(runs: Sequence[Run], expected: Mapping[tuple[str, int], Spec]) -> tuple[list[Run], list[str]]:
+    """The runs that lie where their label and seed are kept, and a line for each of the others."""
+    kept = {run.path: expected[run.label, run.seed].out for run in runs}
+    lines = [
+        f"{run.path}: it is {run.label}, seed {run.seed}, which is kept in {kept[run.path]}; not in the table"
+        for run in runs
+        if run.path != kept[run.path]
+    ]
+    return [run for run in runs if run.path == kept[run.path]], lines
+
+
+def _unfinished(runs: Sequence[Run]) -> list[str]:
+    """How far the runs are that are not finished, or why they never will be."""
+    return [
+        f"{run.label}, seed {run.seed}: "
+        f"{run.trouble or f'unfinished, {len(run.rounds):,} of {run.planned:,} rounds'}; not in the table"
+        for run in runs
+        if not run.finished
+    ]
 
 
 def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]]) -> list[str]:
