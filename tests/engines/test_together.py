@@ -1,7 +1,6 @@
 """Runs that train together against the same runs alone, clients in turn: also when some of them fail."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from fedprior.em import Algorithm
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
-from fedprior.priors import Gaussian, Prior
-from fedprior.priors.tuned import Tuned
+from fedprior.priors import Gaussian
 
 
 def simulate(task, algorithm, seed=0, **settings) -> Simulation:
@@ -120,12 +118,6 @@ def test_an_algorithm_and_a_prior_of_ones_own_train_together(small_task):
             sim.step(evaluate=False)
     for one, other in zip(together, alone, strict=True):
         same(one, other)
-
-
-def test_a_tuned_prior_has_every_method_from_the_prior_it_tunes():
-    """A method that it forgot would silently be the base class's."""
-    for name, _ in inspect.getmembers(Prior, inspect.isfunction):
-        assert name.startswith("_") or name in vars(Tuned), name
 
 
 # ---------------------------------------------------------------------- runs that diverge

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
+from fedprior.core.optimisers import Optimiser
 from fedprior.core.trees import Params, Tree, stack
+from fedprior.em import Algorithm
+from fedprior.em.lifting import lifting
+from fedprior.engines.stacked.tensors import own_settings
 from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, SpikeSlab
-from fedprior.priors.base import Prior
 from fedprior.priors.gated import gated_mean
-from fedprior.priors.tuned import tuned
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 
@@ -77,7 +79,7 @@ def gates(*values: float) -> Params:
 def test_a_setting_out_of_its_range_is_refused(make, wrong):
     for value in wrong:
         with pytest.raises(SettingError):
-            make(value)
+            make(value).check()
 
 
 def test_the_borders_of_the_ranges_are_allowed():
@@ -86,7 +88,7 @@ def test_the_borders_of_the_ranges_are_allowed():
         *(FixedGates(hidden_layer(), {"0": 0.0}), Narrow(hidden_layer(), 0.0, shrink=1.0, conv_rate=0.0)),
         SpikeSlab(hidden_layer(), lambda0=0.0, precision=0.0, cross_entropy=0.0),
     ):
-        assert isinstance(fine, Prior)
+        fine.check()
 
 
 # ---------------------------------------------------------------------- densities
@@ -338,17 +340,15 @@ def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
 
 def test_runs_that_are_stacked_have_settings_of_their_own():
     priors = [GroupLasso(hidden_layer(), value) for value in (0.1, 2.0)]
-    both, more = tuned(priors, numbers(0))
-    params = hidden_params()
-    states: list[Tree] = [
-        {"weights": params, "settings": {"strength": more["settings"]["strength"][i]}} for i in (0, 1)
-    ]
-    for prior, state in zip(priors, states, strict=True):
-        assignment = {"weights": params, "gates": gates(1, 1, 1)}
-        assert float(both.tempered_log_prob(assignment, state)) == float(prior.tempered_log_prob(assignment, state))
-        assert both.prune(state)["open"]["0"].tolist() == prior.prune({"weights": params})["open"]["0"].tolist()
-        packet = both.broadcast(both.prune(state), keys.key(0))
-        assert packet["settings"] is state["settings"], "a client has the settings of its run"
-    alone, nothing = tuned([priors[0], priors[0]], numbers(0))
-    assert alone is priors[0]
-    assert nothing == {}
+    settings = own_settings(priors, numbers(0))
+    state: Tree = {"weights": hidden_params()}
+    assignment = {"weights": hidden_params(), "gates": gates(1, 1, 1)}
+    algorithm = Algorithm(priors[0], {"weights": Optimiser("SGD", {"lr": 0.1})})
+    lift, both = lifting(algorithm, True, settings), stack([state, state])
+    penalties = lift(lambda own: own.prior.tempered_log_prob)(stack([assignment, assignment]), both)
+    pruned = lift(lambda own: own.prior.prune)(both)
+    for i, prior in enumerate(priors):
+        assert float(penalties[i]) == float(prior.tempered_log_prob(assignment, state))
+        assert pruned["open"]["0"][i].tolist() == prior.prune(state)["open"]["0"].tolist()
+    assert priors[0].strength == 0.1, "a prior is another one at other settings"
+    assert own_settings([priors[0], priors[0]], numbers(0)) == {}

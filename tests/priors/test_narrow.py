@@ -14,8 +14,8 @@ from fedprior.core import keys, trees
 from fedprior.core.errors import FedpriorWarning, SettingError
 from fedprior.core.network import Network
 from fedprior.engines.settings import Settings
+from fedprior.engines.stacked.tensors import own_settings
 from fedprior.priors import Narrow
-from fedprior.priors.tuned import tuned
 from fedprior.units import UnitGating, find_structure
 
 
@@ -245,7 +245,7 @@ def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
     network = Network(net_of(5, 8, 3), torch.zeros(5))
     priors = [fedprior.algorithm("fednarrow", network, sparsity=0.3, linear_rate=rate).prior for rate in (0.0, 0.5)]
     with pytest.raises(SettingError, match="cannot be stacked"):
-        tuned(priors, torch.zeros(()))
+        own_settings(priors, torch.zeros(()))
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,7 @@ def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
         raise SettingError(f"an algorithm is built for a Network, as task.network; got a {type(network).__name__}")
     resolved = algorithm_settings(name, settings)
     built = entry(name).build(network, **resolved)
+    built.prior.check()
     gated = hasattr(built.prior, "gating")
     shapes = {key: tuple(value.shape) for key, value in network.params().items()} if gated else None
     return replace(built, name=name, settings=resolved, shapes=shapes)

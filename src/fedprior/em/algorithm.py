@@ -60,8 +60,13 @@ class Algorithm:
             made |= {f"{where}_optimiser_{section}": optimiser for section, optimiser in optimisers.items()}
         return made
 
-    def check_network(self, params: Params) -> None:
-        """Refuse a network whose parameters are not those that the gates were made for."""
+    def at(self, settings: Mapping[str, Tensor]) -> "Algorithm":
+        """The algorithm of one of several stacked runs: see `Prior.at`."""
+        return replace(self, prior=self.prior.at(settings))
+
+    def check(self, params: Params) -> None:
+        """Refuse settings that are out of range, and a network for whose parameters the gates were not made."""
+        self.prior.check()
         if self.shapes is not None and self.shapes != {name: tuple(value.shape) for name, value in params.items()}:
             raise SettingError(
                 f"this {self.name} was built for another network: build it with "

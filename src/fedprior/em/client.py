@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fedprior.core.trees import Gates, Params, Tree, clone, tree_map
 from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batches import Batches, given
-from fedprior.em.lifting import gradient_of, lifting
+from fedprior.em.lifting import Lift, gradient_of, lifting
 from fedprior.em.statistics import Running
 from fedprior.priors import Prior
 
@@ -42,13 +42,12 @@ class EStep(NamedTuple):
 
 
 def local_objective(
-    algorithm: Algorithm, network: Network, *, running: bool = False
+    prior: Prior, network: Network, *, running: bool = False
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, Params]]]:
     """The client's objective: loss(relax(q)) − Σ temper · log p(expect(q) | packet), and the loss alone.
 
     Beside the loss, if asked, the statistics of the batch.
     """
-    prior = algorithm.prior
 
     def objective(
         local: Tree, packet: Tree, batch: Params, draws: tuple[Tensor, Tensor]
@@ -74,32 +73,35 @@ def e_step(
     memory: Tree,
     *,
     vectorised: bool = False,
+    settings: Params | None = None,
     tamper: Tamper | None = None,
     rounded: bool = True,
     rate: float | Tensor = 1.0,
 ) -> EStep:
     """Start q at the prior, descend the local objective, commit to a hard assignment; round it as the wire does.
 
-    `rate` is what the round's schedule makes of the learning rates.
+    `rate` is what the round's schedule makes of the learning rates. Vectorised, everything has a leading dimension of
+    clients, as have `settings`, in which the priors of their runs differ.
     """
-    prior, correction, lift = algorithm.prior, algorithm.correction, lifting(vectorised)
-    start = lift(_adopter(prior, network))(packet, turn.key(Purpose.ADOPT), _all(prior, batches))
-    packet = lift(prior.receive)(packet)
+    correction, lift = algorithm.correction, lifting(algorithm, vectorised, settings)
+    examples = _all(batches) if algorithm.prior.looks_at_data else []
+    start = lift(lambda own: _adopter(own.prior, network))(packet, turn.key(Purpose.ADOPT), examples)
+    packet = lift(lambda own: own.prior.receive)(packet)
     direction: Params = {}
     if memory:
-        support = lift(prior.support)(packet["gates"]) if "gates" in packet else {}
+        support = lift(lambda own: own.prior.support)(packet["gates"]) if "gates" in packet else {}
         direction = correction.direction(packet, memory, support)
     running = _running(algorithm, network, packet, memory)
-    local, loss, path = _descend(algorithm, network, start, packet, batches, turn, direction, vectorised, running, rate)
+    local, loss, path = _descend(algorithm, network, start, packet, batches, turn, direction, lift, running, rate)
     if tamper:
         local = tamper(local, packet)
-    upload = lift(prior.commit)(local, packet, turn.key(Purpose.COMMIT))
-    extra = lift(correction.conclude)(start["weights"], local["weights"], packet, path)
-    upload = lift(algorithm.answer)(upload, extra, packet)
-    gates = lift(prior.expect)(local, packet)["gates"]
+    upload = lift(lambda own: own.prior.commit)(local, packet, turn.key(Purpose.COMMIT))
+    extra = lift(lambda own: own.correction.conclude)(start["weights"], local["weights"], packet, path)
+    upload = lift(lambda own: own.answer)(upload, extra, packet)
+    gates = lift(lambda own: own.prior.expect)(local, packet)["gates"]
     coded: Tree = {}
     if rounded and algorithm.wire.rounds:
-        coded, heard = lift(partial(_round, algorithm))(upload, packet, turn.key(Purpose.ROUNDING))
+        coded, heard = lift(lambda own: partial(_round, own))(upload, packet, turn.key(Purpose.ROUNDING))
         upload = {**upload, **heard}
     step = EStep(upload, gates, loss, correction.keep(memory, upload), coded, {})
     if not network.norms or algorithm.statistics.kind == "batch":
@@ -125,13 +127,14 @@ def _with_statistics(
     packet: Tree,
     batches: Batches,
     running: Running | None,
-    lift: Callable[[Any], Any],
+    lift: Lift,
 ) -> EStep:
     """An E-step with the client's own statistics, which it keeps, or reports with its upload."""
     if running:
         own = running.statistics()
     else:
-        own = statistics.measure(network, lift, lift(algorithm.prior.realise)(step.upload, packet), batches)
+        sent = lift(lambda own: own.prior.realise)(step.upload, packet)
+        own = statistics.measure(network, lift, sent, batches)
     step = step._replace(own=statistics.without_count(own))
     if algorithm.statistics.kind == "local":
         # They are in no message that would be checked: a loss that is not finite names the client.
@@ -140,7 +143,7 @@ def _with_statistics(
         return step._replace(memory={**step.memory, "statistics": own}, loss=loss)
     if algorithm.statistics.report == "received":
         own = statistics.measure(network, lift, received, batches)
-    upload = lift(algorithm.report)(step.upload, own, packet)
+    upload = lift(lambda own: own.report)(step.upload, own, packet)
     coded = {**step.coded, "statistics": upload["statistics"]} if step.coded else {}
     return step._replace(upload=upload, coded=coded)
 
@@ -162,7 +165,7 @@ def _descend(
     batches: Batches,
     turn: Turn,
     direction: Params,
-    vectorised: bool,
+    lift: Lift,
     running: Running | None,
     rate: float | Tensor,
 ) -> tuple[Tree, Tensor, Tensor]:
@@ -170,11 +173,10 @@ def _descend(
 
     Returns the client's variables, its mean loss, and how far its steps would have gone down a slope of one.
     """
-    prior, lift = algorithm.prior, lifting(vectorised)
-    gradient = gradient_of(lift(local_objective(algorithm, network, running=running is not None)))
+    gradient = gradient_of(lift(lambda own: local_objective(own.prior, network, running=running is not None)))
     steps = torch.arange(len(batches), device=turn.root.device)
     relax_keys, dropout_keys = (keys.fold(turn.key(p).unsqueeze(-1), steps) for p in (Purpose.RELAX, Purpose.DROPOUT))
-    optimiser = TreeOptimiser(algorithm.local, start, len(relax_keys) if vectorised else 1)
+    optimiser = TreeOptimiser(algorithm.local, start, len(relax_keys) if relax_keys.dim() > 1 else 1)
     optimiser.scale(rate)
     local = optimiser.values
     lr = (
@@ -191,8 +193,8 @@ def _descend(
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)
-        if not prior.smooth:
-            optimiser.load(lift(prior.prox)(local, packet, lr))
+        if not algorithm.prior.smooth:
+            optimiser.load(lift(lambda own: own.prior.prox)(local, packet, lr))
         if batch.active is not None:
             optimiser.load(tree_map(partial(_where, batch.active), local, before))
             taken.append(batch.active)
@@ -203,9 +205,9 @@ def _descend(
     return local, loss, algorithm.local["weights"].path(count) * rate
 
 
-def _all(prior: Prior, batches: Batches) -> list[Params]:
+def _all(batches: Batches) -> list[Params]:
     """Every example and its weight, for a prior whose clients look at their data before they start."""
-    steps = [batches[step] for step in range(len(batches))] if prior.looks_at_data else []
+    steps = [batches[step] for step in range(len(batches))]
     return [given(batch) | ({} if batch.active is None else {"active": batch.active}) for batch in steps]
 
 

@@ -1,22 +1,33 @@
 """Functions of one client or run, lifted to many at once, and their gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedprior.core.trees import Tree, leaves, tree_map
+from fedprior.core.trees import Params, Tree, leaves, tree_map
+from fedprior.em.algorithm import Algorithm
+
+Lift = Callable[[Callable[[Algorithm], Callable[..., Any]]], Callable[..., Any]]
 
 
-def lifting(vectorised: bool) -> Callable[[Any], Any]:
-    """What makes a function of one client, or run, one of all of them: `vmap`, or nothing where there is one."""
-    return torch.func.vmap if vectorised else as_is
+def lifting(algorithm: Algorithm, vectorised: bool, settings: Params | None = None) -> Lift:
+    """What makes a function that an algorithm has for one client, or run, one for all of them.
 
+    That is `vmap`, or nothing where there is one: `lift(lambda own: own.prior.receive)(packets)`. `settings` are the
+    scalars of the prior in which stacked runs differ, one row for each client or run.
+    """
 
-def as_is(anything: Any) -> Any:
-    """What there is, unchanged."""
-    return anything
+    def lift(chosen: Callable[[Algorithm], Callable[..., Any]]) -> Callable[..., Any]:
+        if not vectorised:
+            return chosen(algorithm)
+        if not settings:
+            return torch.func.vmap(chosen(algorithm))
+        return partial(torch.func.vmap(lambda mine, *given: chosen(algorithm.at(mine))(*given)), settings)
+
+    return lift
 
 
 def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:

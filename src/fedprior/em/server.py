@@ -1,15 +1,16 @@
 """The M-step at the server."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fedprior.core.optimisers import TreeOptimiser
-from fedprior.core.trees import Tree, clone
+from fedprior.core.trees import Params, Tree, clone
 from fedprior.core.weighting import mean
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.lifting import as_is, gradient_of, lifting
+from fedprior.em.lifting import Lift, gradient_of, lifting
 
 
 def m_step(
@@ -22,6 +23,7 @@ def m_step(
     *,
     rate: float | Tensor = 1.0,
     vectorised: bool = False,
+    settings: Params | None = None,
 ) -> Tree:
     """Maximise Σ_s n_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
 
@@ -29,45 +31,61 @@ def m_step(
     clients, or of their examples, that the uploads are from. `rate` multiplies the optimisers' learning rates.
     Vectorised, everything has a leading dimension of independent runs.
     """
-    prior = algorithm.prior
-    lift = lifting(vectorised)
+    lift = lifting(algorithm, vectorised, settings)
     counted = () if weight is None else (weight,)
-
-    def realise(uploads: Tree, server: Tree) -> Tree:
-        return {**uploads, "weights": torch.func.vmap(lambda upload: prior.realise(upload, server))(uploads)}
-
-    settle = lift(algorithm.settle) if algorithm.average else as_is
-    absorbed = _absorb(algorithm, server, uploads, fraction, weight, vectorised)
-    absorbed = lift(algorithm.absorb)(absorbed, uploads)
+    absorbed = _absorb(algorithm, server, uploads, fraction, weight, lift)
+    absorbed = lift(lambda own: own.absorb)(absorbed, uploads)
     if optimiser is None:
-        solved: Tree = lift(prior.solve)(lift(realise)(uploads, server), absorbed, *counted)
-        final: Tree = settle(lift(partial(prior.closures, solved=True))(absorbed, solved))
+        assignments = lift(_realise)(uploads, server)
+        solved: Tree = lift(lambda own: own.prior.solve)(assignments, absorbed, *counted)
+        final: Tree = lift(lambda own: partial(_settle, own, solved=True))(absorbed, solved)
         return final
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
-
-    def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
-        values = torch.func.vmap(lambda a: prior.log_prob(a, {**server, **variables}))(assignments)
-        return -mean(values, *weight), values
-
-    if prior.known_slope:
-        grads = lift(prior.slope)(uploads, server, *counted)
+    if algorithm.prior.known_slope:
+        grads = lift(lambda own: own.prior.slope)(uploads, server, *counted)
     else:
-        grads = gradient_of(lift(objective))(variables, server, lift(realise)(uploads, server), *counted)[0]
+        grads = gradient_of(lift(_objective))(variables, server, lift(_realise)(uploads, server), *counted)[0]
     optimiser.load(variables)
     optimiser.scale(rate)
     optimiser.step(grads)
-    updated: Tree = lift(prior.adjust)(server, {**server, **clone(optimiser.values)})
-    final = settle(lift(partial(prior.closures, solved=False))(server, updated))
+    updated = lift(lambda own: own.prior.adjust)(server, {**server, **clone(optimiser.values)})
+    final = lift(lambda own: partial(_settle, own, solved=False))(server, updated)
     return final
 
 
+def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Tree]:
+    """From stacked uploads to the assignments that they stand for."""
+
+    def realise(uploads: Tree, server: Tree) -> Tree:
+        weights = torch.func.vmap(lambda upload: algorithm.prior.realise(upload, server))(uploads)
+        return {**uploads, "weights": weights}
+
+    return realise
+
+
+def _objective(algorithm: Algorithm) -> Callable[..., tuple[Tensor, Tensor]]:
+    """−Σ_s n_s log p(φ*_s | server) / Σ_s n_s, in the server's variables."""
+
+    def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.func.vmap(lambda a: algorithm.prior.log_prob(a, {**server, **variables}))(assignments)
+        return -mean(values, *weight), values
+
+    return objective
+
+
+def _settle(algorithm: Algorithm, before: Tree, after: Tree, solved: bool) -> Tree:
+    """The server after an M-step, with what it counts and averages."""
+    server = algorithm.prior.closures(before, after, solved)
+    return algorithm.settle(server) if algorithm.average else server
+
+
 def _absorb(
-    algorithm: Algorithm, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None, vectorised: bool
+    algorithm: Algorithm, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None, lift: Lift
 ) -> Tree:
     """The correction's part of the M-step. Where all count alike `fraction` is one number for all runs."""
     absorb = algorithm.correction.absorb
     if weight is None:
-        absorbed: Tree = lifting(vectorised)(lambda server, uploads: absorb(server, uploads, fraction))(server, uploads)
+        absorbed: Tree = lift(lambda _: partial(absorb, fraction=fraction))(server, uploads)
     else:
-        absorbed = lifting(vectorised)(absorb)(server, uploads, fraction, weight)
+        absorbed = lift(lambda _: absorb)(server, uploads, fraction, weight)
     return absorbed

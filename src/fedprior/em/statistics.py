@@ -51,7 +51,7 @@ TOGETHER = 8
 
 def measure(network: Network, lift: Callable[..., Callable[..., Params]], params: Params, batches: Batches) -> Params:
     """The statistics of a model over a client's batches, and how many examples these are."""
-    one, steps, parts = lift(partial(_of_several, network)), range(len(batches)), []
+    one, steps, parts = lift(lambda _: partial(_of_several, network)), range(len(batches)), []
     with torch.no_grad():
         for first in steps[::TOGETHER]:
             chosen = [batches[step] for step in steps[first : first + TOGETHER]]

@@ -173,7 +173,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_trainable(network.module)
     check_statistics(network.module, settings.statistics)
-    algorithm.check_network(network.params())
+    algorithm.check(network.params())
     check_cohort(settings, data.clients)
     settings.check_schedules(algorithm)
     if not len(data.test_y):

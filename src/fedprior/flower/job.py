@@ -52,6 +52,7 @@ class Job:
     def __post_init__(self) -> None:
         check_trainable(self.network.module)
         check_statistics(self.network.module, self.settings.statistics)
+        self.algorithm.check(self.network.params())
         object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
         check_cohort(self.settings, self.clients)
         self.settings.check_schedules(self.algorithm)

@@ -10,11 +10,13 @@ Three views of the client's posterior q complete the density: `relax` (what the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree, count
 from fedprior.wire import Layout
 
@@ -28,7 +30,17 @@ class Prior(ABC):
     """Base of all priors. The defaults are those of a prior with one point in parameter space and no gates."""
 
     scalars: ClassVar[tuple[str, ...]] = ()
-    """Settings that may be tensors as well as numbers, so that runs which differ in them can train together."""
+    """Settings, none negative, that may be tensors as well, so that runs which differ in them can train together."""
+
+    def check(self) -> None:
+        """Refuse settings that are out of range. Called where an algorithm is built: later, scalars may be tensors."""
+        for name in self.scalars:
+            if not getattr(self, name) >= 0:
+                raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    def at(self, settings: Mapping[str, Tensor]) -> Self:
+        """The prior of one of several stacked runs: with these scalars, which are tensors, in place of its own."""
+        return replace(self, **settings)  # type: ignore[type-var]  # one that has scalars is a dataclass
 
     # ------------------------------------------------------------------ the density
     @abstractmethod

@@ -27,12 +27,11 @@ class FixedGates(GlobalGates):
     per_client = True
     scalars = ("precision",)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for layer, rate in self.rates.items():
             if not 0 <= rate < 1:
                 raise SettingError(f"the dropout rate of {layer} must be at least 0 and below 1, got {rate}")
-        if not self.precision >= 0:
-            raise SettingError(f"precision must be at least 0, got {self.precision}")
+        super().check()
 
     def init(self, params: Params) -> Tree:
         return {"weights": params}

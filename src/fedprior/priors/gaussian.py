@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior.core.errors import SettingError
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Prior, Term
@@ -25,10 +24,6 @@ class Gaussian(Prior):
 
     precision: float = 0.0
     scalars = ("precision",)
-
-    def __post_init__(self) -> None:
-        if not self.precision >= 0:
-            raise SettingError(f"precision must be at least 0, got {self.precision}")
 
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift}

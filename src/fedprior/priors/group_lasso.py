@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Term
@@ -28,10 +27,6 @@ class GroupLasso(LocalGates):
     gating: Gating
     strength: float = 2e-3
     scalars = ("strength",)
-
-    def __post_init__(self) -> None:
-        if not self.strength >= 0:
-            raise SettingError(f"strength must be at least 0, got {self.strength}")
 
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift, "lasso": self.lasso}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprior.core.errors import SettingError
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import median
 from fedprior.priors.base import Prior, Term
@@ -27,10 +26,6 @@ class Laplace(Prior):
     precision: float = 1e-3
     smooth = False
     scalars = ("precision",)
-
-    def __post_init__(self) -> None:
-        if not self.precision >= 0:
-            raise SettingError(f"precision must be at least 0, got {self.precision}")
 
     def terms(self) -> Mapping[str, Term]:
         return {"distance": self.distance}

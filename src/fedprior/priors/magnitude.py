@@ -49,7 +49,7 @@ class MagnitudeGates(LocalGates):
     """What τ does when the server's optimiser moves ‖w_g‖: `stay`, as Algorithm 1 reads, or `follow`, so that θ
     changes by the clients' votes alone."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.temperature > 0:
             raise SettingError(f"temperature must be above 0, got {self.temperature}")
         if self.dense_rounds < 0:
@@ -59,6 +59,7 @@ class MagnitudeGates(LocalGates):
         for name in ("theta_start", "prune_below"):
             if not 0 < getattr(self, name) < 1:
                 raise SettingError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
+        super().check()
 
     def logits(self, state: Tree) -> Gates:
         """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""

@@ -36,7 +36,7 @@ class Mixture(Prior):
     def looks_at_data(self) -> bool:  # type: ignore[override]
         return self.components > 1
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.components < 1:
             raise SettingError(f"components must be at least 1, got {self.components}")
         if not self.precision > 0:

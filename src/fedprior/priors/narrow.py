@@ -52,15 +52,13 @@ class Narrow(GlobalGates):
     """Whether the two above are nobody's wish: then a run of few rounds closes gates earlier and faster."""
     scalars = ("sparsity", "precision", "shrink", "conv_rate", "linear_rate")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         most = self.most_sparse()
         if not 0 <= self.sparsity <= most:
             bound = math.floor(1e4 * most) / 1e4
             raise SettingError(
                 f"sparsity must lie between 0 and {bound:.4f}, which leaves each layer its floor of units"
             )
-        if not self.precision >= 0:
-            raise SettingError(f"precision must be at least 0, got {self.precision}")
         if self.dense_rounds < 0:
             raise SettingError(f"dense_rounds must be at least 0, got {self.dense_rounds}")
         if not 0 < self.shrink <= 1:
@@ -68,6 +66,7 @@ class Narrow(GlobalGates):
         for name, rate in (("conv_rate", self.conv_rate), ("linear_rate", self.linear_rate)):
             if not 0 <= rate < 1:
                 raise SettingError(f"{name} must be at least 0 and below 1, got {rate}")
+        super().check()
 
     def most_sparse(self) -> float:
         """The sparsity that is reached whatever the weights: that of the largest network at the floor.

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprior import kernels
-from fedprior.core.errors import SettingError
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.kernels import concrete
@@ -44,12 +43,6 @@ class SpikeSlab(MagnitudeGates):
     cross_entropy: float = 1e-4
     """κ: how much a client's gates heed the server's; the paper scales this term down."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("lambda0", "precision", "cross_entropy"):
-            if not getattr(self, name) >= 0:
-                raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     # ------------------------------------------------------------------ the density
     def terms(self) -> Mapping[str, Term]:

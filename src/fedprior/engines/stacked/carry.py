@@ -12,8 +12,7 @@ from fedprior.em import Algorithm
 def packet(algorithm: Algorithm, layout: wire.Layout, spoken: Tree) -> tuple[Tree, Tensor]:
     """What a client hears of what the server says, and the length of the message."""
     coded = algorithm.pack(spoken, layout)
-    # What is in no message, such as the settings of stacked runs, is there without being sent.
-    return {**spoken, **wire.restore(coded, layout)}, wire.count_bytes(coded, layout)
+    return wire.restore(coded, layout), wire.count_bytes(coded, layout)
 
 
 def uploads(algorithm: Algorithm, said: Tree, coded: Tree, spoken: Tree) -> tuple[Tree, Tensor]:

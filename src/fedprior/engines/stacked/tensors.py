@@ -1,6 +1,6 @@
 """The tensors of a round of several runs: what goes in, what comes out, and their way to the device and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fedprior.core import trees
+from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.engines.batches import Places, Plan
+from fedprior.priors import Prior
 
 
 class Shape(NamedTuple):
@@ -95,6 +97,14 @@ class Captured:
             trees.tree_map(Tensor.copy_, mine, given)
         self.graph.replay()
         return self.outputs
+
+
+def own_settings(priors: Sequence[Prior], like: Tensor) -> Params:
+    """The scalars in which the priors of stacked runs differ, [runs] each: see `Prior.at`."""
+    differing = [name for name in priors[0].scalars if len({getattr(prior, name) for prior in priors}) > 1]
+    if differing and len({prior.per_client for prior in priors}) > 1:
+        raise SettingError("runs that send all clients one packet cannot be stacked with runs that do not")
+    return {name: like.new_tensor([getattr(prior, name) for prior in priors]) for name in differing}
 
 
 def floor_flags(state: Tree, dims: int) -> Tensor:

@@ -6,7 +6,6 @@ host; at its end one small tensor of numbers comes back.
 """
 
 import time
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,8 +19,9 @@ from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import each
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.schedules import Rate
-from fedprior.core.trees import Tree
+from fedprior.core.trees import Params, Tree
 from fedprior.em import Algorithm, EStep, e_step, m_step
+from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
 from fedprior.engines.batches import CohortBatches, Places, Plan
 from fedprior.engines.loop.round import Simulation
@@ -37,10 +37,10 @@ from fedprior.engines.stacked.tensors import (
     Shape,
     disagreement_of,
     floor_flags,
+    own_settings,
     to_device,
     to_host,
 )
-from fedprior.priors.tuned import tuned
 
 
 class Together:
@@ -50,9 +50,11 @@ class Together:
         first = simulations[0]
         self.runs, self.device, self.capture = simulations, first.root.device, capture
         self.cohort, self.streamed = first.clients_per_round, first.streamed
-        prior, settings = tuned([sim.algorithm.prior for sim in simulations], next(trees.leaves(first.server))[1])
-        self.algorithm = replace(first.algorithm, prior=prior)
-        self.server: Tree = trees.stack([sim.server for sim in simulations]) | settings
+        self.algorithm = first.algorithm
+        self.server: Tree = trees.stack([sim.server for sim in simulations])
+        like = next(trees.leaves(self.server))[1]
+        self.settings = own_settings([sim.algorithm.prior for sim in simulations], like)
+        self.lift = lifting(self.algorithm, True, self.settings)
         self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
         self.roots = [keys.key(sim.seed) for sim in simulations]
         self.root = to_device(torch.stack(self.roots), self.device)
@@ -151,21 +153,25 @@ class Together:
 
     def _round(self, shape: Shape, inputs: Inputs) -> Outputs:
         """Broadcast, E-steps, M-step: tensors in, tensors out, the state changed in place."""
-        algorithm, prior, number = self.algorithm, self.algorithm.prior, len(self.runs)
+        algorithm, number = self.algorithm, len(self.runs)
         first = self.runs[0]
-        server = vmap(prior.prune)(self.server)
+        server = self.lift(lambda own: own.prior.prune)(self.server)
         spoken, packets, down, floored = self._packets(server, inputs)
         flat = (inputs.clients + self.base).flatten()
         everyone = number * self.cohort
-        flat, turn, own, memory = ranks.own((flat, tuple(self._turns(inputs)), packets, inputs.memory), everyone)
+        settings = {name: value.repeat_interleave(self.cohort) for name, value in self.settings.items()}
+        each_client = lifting(algorithm, True, settings)
+        rows = (flat, tuple(self._turns(inputs)), packets, inputs.memory, settings)
+        flat, turn, own, memory, settings = ranks.own(rows, everyone)
         turn = Turn(*turn)
         examples = self._examples("train", inputs, flat)
         batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         rate = Rate(**inputs.rates) if inputs.rates else self.rate
-        train = partial(e_step, vectorised=True, tamper=tamper, rate=rate.local)
+        train = partial(e_step, vectorised=True, settings=settings, tamper=tamper, rate=rate.local)
         step = train(algorithm, first.network, own, batches, turn, memory)
-        scores = self._scores(step, own, *self._examples("test", inputs, flat), shape.tests)
+        sent = lifting(algorithm, True, settings)(lambda own: own.prior.realise)(step.upload, own)
+        scores = self._scores({**sent, **step.own}, *self._examples("test", inputs, flat), shape.tests)
         step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
         uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
         uploads, up = carry.uploads(algorithm, uploads, step.coded, spoken)
@@ -180,7 +186,7 @@ class Together:
             down=down,
             fine_clients=fine_clients,
             fine_server=fine_server,
-            disagreement=disagreement_of(step.gates, vmap(prior.gates)(packets), number),
+            disagreement=disagreement_of(step.gates, each_client(lambda own: own.prior.gates)(packets), number),
             floored=floored,
             scores=scores.reshape(number, -1),
         )
@@ -194,24 +200,21 @@ class Together:
     def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tree, Tensor, Tensor]:
         """What the runs say [runs, cohort, …], what each client receives [runs · cohort, …], the bytes a run sends, and
         which layers were floored."""
-        algorithm, pack = self.algorithm, partial(carry.packet, self.algorithm, self.downlink)
         key = self._turns(inputs).key(Purpose.BROADCAST).unflatten(0, (-1, self.cohort))
-        if algorithm.prior.per_client:
-            to_clients = vmap(vmap(algorithm.broadcast, (None, 0)))
-            spoken = to_clients(server, key)
-            heard, sizes = vmap(vmap(pack))(spoken)
+        if self.algorithm.prior.per_client:
+            spoken = self.lift(lambda own: vmap(own.broadcast, (None, 0)))(server, key)
+            heard, sizes = self.lift(lambda own: vmap(partial(carry.packet, own, self.downlink)))(spoken)
             down, flags = sizes.sum(1), floor_flags(spoken, 2)
         else:
-            once = vmap(algorithm.broadcast)(server, key[:, 0])
-            received, sizes = vmap(pack)(once)
+            once = self.lift(lambda own: own.broadcast)(server, key[:, 0])
+            received, sizes = self.lift(lambda own: partial(carry.packet, own, self.downlink))(once)
             down, flags = sizes * self.cohort, floor_flags(once, 1)
             # One packet for all: with a single run every client reads the same memory.
             spoken, heard = trees.tree_map(
                 lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), (once, received)
             )
         self.layers = list(spoken.get("floored", {}))
-        packets = trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard)
-        return spoken, {name: part for name, part in packets.items() if name != "floored"}, down, flags
+        return spoken, trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard), down, flags
 
     def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
@@ -219,7 +222,8 @@ class Together:
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
         counted = self._share(clients)
-        updated = m_step(self.algorithm, server, uploads, self.optimiser, *counted, rate=rate, vectorised=True)
+        step = partial(m_step, rate=rate, vectorised=True, settings=self.settings)
+        updated = step(self.algorithm, server, uploads, self.optimiser, *counted)
         fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
         fine = fine & fine_server & self.alive
         before[0].put(fine, moments)
@@ -248,12 +252,11 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _scores(self, step: EStep, packet: Tree, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _scores(self, params: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:
             return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
-        params = {**vmap(self.algorithm.prior.realise)(step.upload, packet), **step.own}
         rows = places.table(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
@@ -266,9 +269,7 @@ class Together:
     def _show(self) -> None:
         """Every run's server is a view of its row of ours."""
         for place, run in enumerate(self.runs):
-            run.server = {
-                name: trees.row(section, place) for name, section in self.server.items() if name != "settings"
-            }
+            run.server = trees.row(self.server, place)
 
     def _conclude(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
         """The part of a round that happens to a run's own state."""
