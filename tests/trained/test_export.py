@@ -78,6 +78,44 @@ def test_a_personal_model_is_exported_without_its_closed_units(small_task, tmp_p
     assert found["sizes"]["compact"]["parameters"] < found["sizes"]["dense"]["parameters"]
 
 
+def test_the_best_model_is_evaluated_and_exported_where_it_was_kept(small_task, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    task, kept = small_task(rounds=3, evaluate_every=1), {"keep": "best", "by": "sparsity"}
+    result = fedprior.run(task, "fedavg", out=tmp_path / "run", **kept)  # of equals the first
+    first, _, last = (record["global_loss"] for record in result.records)
+    assert first != pytest.approx(last, rel=1e-3)
+    for run, given in ((result, {}), (tmp_path / "run", {"task": task})):
+        found = fedprior.evaluate(run, best=True, **given)
+        assert (found["loss"], found["title"]) == (pytest.approx(first), "own, fedavg, round 1")
+        assert (
+            fedprior.export(run, tmp_path / type(run).__name__, best=True, onnx=False, **given)["title"]
+            == found["title"]
+        )
+        assert fedprior.evaluate(run, **given)["loss"] == pytest.approx(last)
+        with pytest.raises(SettingError, match="choose one of the two"):
+            fedprior.evaluate(run, best=True, personalise=1, **given)
+    plain = fedprior.run(task, "fedavg", out=tmp_path / "plain")
+    for run, given in ((plain, {}), (tmp_path / "plain", {"task": task})):
+        with pytest.raises(RunError, match="train with keep=best"):
+            fedprior.export(run, tmp_path / "none", best=True, **given)
+
+
+def test_a_run_that_was_stopped_is_of_its_last_round_even_after_it_was_finished_before(small_task, tmp_path) -> None:
+    task, run = small_task(rounds=6, checkpoint_every=1), tmp_path / "run"
+    fedprior.run(task, "fedavg", out=run, progress=lambda record: fedprior.STOP)
+    assert fedprior.evaluate(run, task=task)["title"] == "own, fedavg, round 1"
+
+    def interrupted(record: dict) -> None:
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedprior.resume(run, task=task, progress=interrupted)
+    found = fedprior.evaluate(run, task=task)
+    assert found["title"] == "own, fedavg, round 3"
+    assert found["loss"] == pytest.approx(fedprior.evaluate(fedprior.run(task, "fedavg", rounds=3))["loss"])
+
+
 def test_other_data(small_task, tmp_path: Path) -> None:
     task = small_task()
     result = fedprior.run(task, "fedavg")

@@ -19,6 +19,9 @@ Client = Annotated[
     int | None,
     typer.Option("--personalise", metavar="CLIENT", help="That client's own model: its E-step from the final server."),
 ]
+Best = Annotated[
+    bool, typer.Option("--best", help="The model of the best evaluation, of a run with --set keep=best; else the last.")
+]
 
 
 def report_command(
@@ -54,6 +57,7 @@ def export_command(
     run: RunFolder,
     to: Annotated[Path, typer.Option(help="The folder for model.py, model.safetensors, model.onnx and model.json.")],
     personalise: Client = None,
+    best: Best = False,
     onnx: Annotated[bool | None, typer.Option(help="Whether to write model.onnx; if not given, where it can.")] = None,
     align: Annotated[
         int, typer.Option(min=1, help="In model.onnx, channels that a convolution reads are a multiple.")
@@ -62,7 +66,7 @@ def export_command(
     """Write the run's network without its closed units, as plain torch and as ONNX."""
     from fedprior.trained.export import export
 
-    found = export(run, to, personalise=personalise, onnx=onnx, align=align)
+    found = export(run, to, personalise=personalise, best=best, onnx=onnx, align=align)
     console.print(_sizes_table(found))
     console.print(f"milliseconds: {found['timing']}")
     units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
@@ -109,12 +113,13 @@ def evaluate_command(
         typer.Option(help="An .npz with x and y, or a folder with one folder of images a class; else the run's own."),
     ] = None,
     personalise: Client = None,
+    best: Best = False,
 ) -> None:
     """Measure a run's network, or with --personalise one client's own beside it."""
     from fedprior.report.table import Table
     from fedprior.trained.export import evaluate
 
-    found = evaluate(run, data=data, personalise=personalise)
+    found = evaluate(run, data=data, personalise=personalise, best=best)
     names = [name for name in found if name not in ("title", "examples", "accuracy", "loss", "by_class", "server")]
     header, rows = ["model", "examples", "accuracy", "loss", *names], []
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])

@@ -23,7 +23,7 @@ from fedprior.engines.batches import ClientBatches
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server import final_model, learned, with_values
 from fedprior.engines.settings import build
-from fedprior.runs import checkpoint, start
+from fedprior.runs import checkpoint, early, start
 from fedprior.runs.drive import Result
 from fedprior.runs.folder import RunFolder
 from fedprior.trained.compact.inputs import Reader
@@ -51,39 +51,54 @@ def trained(
     run: Result | Path | str,
     *,
     personalise: int | None = None,
+    best: bool = False,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
     call: str = "export",
 ) -> Trained:
-    """The server's network of a run, or with `personalise` that client's own.
+    """The server's network of a run, with `best` that of its best evaluation, or with `personalise` a client's own.
 
     Of a run that is not finished, the network of its last checkpoint. A task or algorithm of your own cannot be read
     from a run's config: pass it again, or pass the `Result`.
     """
+    if best and personalise is not None:
+        raise SettingError("a client's own model starts from the last server, not from the best: choose one of the two")
     if isinstance(run, Result):
-        sim, about, scale, server = run.simulation, run.summary, run.scale, copy.deepcopy(run.model)
+        sim, about, scale = run.simulation, run.summary, run.scale
+        if best and run.best is None:
+            raise RunError("the run has not kept its best model: train with keep=best")
+        server = copy.deepcopy(run.best if best and run.best else run.model)
+        number = run.summary["best_round"] if best else sim.round
     else:
-        about, scale, sim, server = _restored(RunFolder(Path(run)), task, algorithm, personalise is not None, call)
+        with_state = personalise is not None
+        about, scale, sim, server = _restored(RunFolder(Path(run)), task, algorithm, with_state, best, call)
+        number = sim.round
     module = server if personalise is None else personal_model(sim, personalise)
     rows = sim.data.test.rows.unique() if personalise is None else sim.data.test[personalise]
     who = "" if personalise is None else f", client {personalise}'s own model"
-    title = f"{about['task']}, {about['label']}, round {sim.round}{who}"
+    title = f"{about['task']}, {about['label']}, round {number}{who}"
     x, y = sim.data.test_x[rows].cpu(), sim.data.test_y[rows].cpu()
     judged = sim.network, sim.measures
     return Trained(module.cpu().eval(), server.cpu().eval(), x, y, judged, title, personalise, scale)
 
 
 def _restored(
-    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, call: str
+    folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, best: bool, call: str
 ) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
     """What a run was about, its simulation (where it stopped, if `with_state`), and the server's network."""
     about, settings, task, algorithm = start.rebuild(folder, task, algorithm, call)
     start.check_data(folder, task)
     # Whatever it was trained on, one model is quick enough here.
     sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
-    if folder.model.exists() and not with_state:
-        sim.round = settings.rounds
-        return about, task.scale, sim, _with_weights(folder.model, task.network.module, sim.measures.class_dim)
+    kept = folder.best if best else folder.model
+    if best and not kept.exists():
+        raise RunError(f"{folder.path} has no best.safetensors: train with keep=best (--set keep=best)")
+    # A run that goes on beyond its end has its old model until it is finished again.
+    if best or (kept.exists() and folder.summary.exists() and not with_state):
+        records = folder.records()
+        found = early.best(records, settings.by) if best else None
+        sim.round = found.round if found else len(records)
+        return about, task.scale, sim, _with_weights(kept, task.network.module, sim.measures.class_dim)
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
     checkpoint.load(folder.checkpoint, sim)
@@ -112,13 +127,14 @@ def export(
     to: Path | str,
     *,
     personalise: int | None = None,
+    best: bool = False,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
     onnx: bool | None = None,
     align: int = 8,
 ) -> Description:
     """Write the compact network of a run as plain torch and as ONNX, checked on test inputs; what model.json says."""
-    found = trained(run, personalise=personalise, task=task, algorithm=algorithm)
+    found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm)
     if len(found.x) == 0:
         raise DataError("there are no test inputs to compare the exported network on")
     _check_statistics(found)
@@ -157,16 +173,17 @@ def evaluate(
     *,
     data: Path | str | None = None,
     personalise: int | None = None,
+    best: bool = False,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
     """Mean loss, metrics of one's own and, where targets are classes, accuracy and accuracy by class, on the run's own
     test examples or on a file or folder of others.
 
-    With `personalise`, of that client's own network, on its own test examples unless there is `data`; and of the
-    server's beside it, as `server`.
+    With `best`, of the network of the best evaluation, where the run kept it. With `personalise`, of that client's own
+    network, on its own test examples unless there is `data`; and of the server's beside it, as `server`.
     """
-    found = trained(run, personalise=personalise, task=task, algorithm=algorithm, call="evaluate")
+    found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
     x, y = found.x, found.y
     if data is not None:
         x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data), y)
