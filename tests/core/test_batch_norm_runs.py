@@ -293,7 +293,7 @@ def test_code_of_ones_own_needs_shared_statistics():
     task = fedprior.own_task(Functional(), clients, clients_per_round=2, batch_size=3, device="cpu")
     result = fedprior.run(task, "fedavg", rounds=1)
     assert not torch.equal(result.model.running_mean, torch.zeros(3))
-    with pytest.raises(ModelError, match=r"statistics=batch\. Use that, or statistics=shared"):
+    with pytest.raises(ModelError, match=r"statistics=batch\. Use nn\.BatchNorm, or statistics=shared"):
         fedprior.run(task, "fedavg", rounds=1, statistics="batch")
 
 

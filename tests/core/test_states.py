@@ -30,7 +30,7 @@ def test_a_checkpoint_is_of_its_kind_and_its_run(tmp_path) -> None:
     assert (found.round, found.seconds, found.records, found.tree["a"]["n"]) == (3, 1.5, "records", 4)
     with pytest.raises(RunError, match="kind other"):
         storage.load(path, "other", "mine")
-    with pytest.raises(RunError, match="another run"):
+    with pytest.raises(RunError, match="does not belong to the run"):
         storage.load(path, "kind", "yours")
 
 

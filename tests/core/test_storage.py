@@ -65,7 +65,7 @@ def test_a_tree_is_put_in_the_models_order_and_what_was_added_comes_last():
         **{"w/z": "meta", "closed/l": "meta"},
     }
     for other in (torch.ones(3, dtype=torch.float64), torch.ones(4), 3.0, {"a": torch.ones(3)}):
-        with pytest.raises(RunError, match="file belongs to another model"), storage.fitting(Path("file")):
+        with pytest.raises(RunError, match="file does not match the model"), storage.fitting(Path("file")):
             storage.like(model, {"w": {**found["w"], "a": other}})
 
 
@@ -135,7 +135,7 @@ def test_a_head_without_one_of_its_lines_is_refused(tmp_path, key):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("format", "fedprior-flower-checkpoint-1", "not a fedprior checkpoint of the kind fedprior-checkpoint-2"),
+        ("format", "fedprior-flower-checkpoint-1", "not a fedprior checkpoint of kind fedprior-checkpoint-2"),
         ("round", "many", "damaged"),
         ("seconds", "", "damaged"),
         ("checksum", "1", "checksum does not match"),
@@ -143,11 +143,11 @@ def test_a_head_without_one_of_its_lines_is_refused(tmp_path, key):
         ("numbers", "null", "damaged"),
         ("numbers", "{", "damaged"),
         ("numbers", '{"clients/accuracy/0": 1}', "damaged"),
-        ("numbers", '{"clients/accuracy": 1}', "belongs to another model"),
-        ("numbers", '{"server": 1}', "belongs to another model"),
-        ("numbers", '{"memory/x/y": 1}', "belongs to another model"),
-        ("numbers", '{"optimiser/weights": 1}', "belongs to another model"),
-        ("run", "{}", r"belongs to another run than its config.toml says \(\{\}\)"),
+        ("numbers", '{"clients/accuracy": 1}', "does not match the model"),
+        ("numbers", '{"server": 1}', "does not match the model"),
+        ("numbers", '{"memory/x/y": 1}', "does not match the model"),
+        ("numbers", '{"optimiser/weights": 1}', "does not match the model"),
+        ("run", "{}", r"does not belong to the run in its config.toml, but to \{\}"),
     ],
 )
 def test_a_head_that_says_something_else_is_refused_in_one_line(tmp_path, key, value, words):

@@ -107,16 +107,16 @@ HEAD = {"format", "run", "round", "seconds", "numbers", "accepted", "records", "
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("format", "fedprior-checkpoint-1", "not a fedprior checkpoint of the kind fedprior-flower-checkpoint-1"),
+        ("format", "fedprior-checkpoint-1", "not a fedprior checkpoint of kind fedprior-flower-checkpoint-1"),
         ("round", "many", "damaged"),
         ("numbers", "3", "damaged"),
         ("accepted", "[1]", "damaged"),
         ("accepted", "{", "damaged"),
         ("examples", "{", "damaged"),
-        ("numbers", '{"state": 1}', "belongs to another model"),
-        ("numbers", '{"state/weights": 1}', "belongs to another model"),
-        ("numbers", '{"moments": 1}', "belongs to another model"),
-        ("run", RUN, "belongs to another run"),
+        ("numbers", '{"state": 1}', "does not match the model"),
+        ("numbers", '{"state/weights": 1}', "does not match the model"),
+        ("numbers", '{"moments": 1}', "does not match the model"),
+        ("run", RUN, "does not belong to the run"),
         *((key, None, "damaged|not a fedprior checkpoint") for key in sorted(HEAD)),
     ],
 )

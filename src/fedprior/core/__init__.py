@@ -1,1 +1,1 @@
-"""What everything stands on: trees, keys, networks, optimisers, clients' data, files. Nothing here knows a prior."""
+"""The foundations: trees, keys, networks, optimisers, clients' data, files. Nothing here knows about priors."""

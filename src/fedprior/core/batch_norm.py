@@ -1,7 +1,7 @@
-"""BatchNorm as pure functions: statistics of the real examples of a batch, and of many batches together.
+"""BatchNorm as pure functions: the statistics of a batch's real examples, and of many batches together.
 
-A module's own `F.batch_norm` would count padding in, change its buffers while it runs, and keep what it found to
-itself. Here it is computed from plain tensors, for one client and under `vmap` alike.
+A module's own `F.batch_norm` would include padding, change its buffers while it runs, and hide the statistics that it
+finds. These functions use plain tensors and work both for one client and under `vmap`.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ MEAN, VARIANCE, COUNT = "running_mean", "running_var", "count"
 
 
 class Norm(NamedTuple):
-    """A layer that has statistics of its own."""
+    """A layer that stores statistics."""
 
     name: str
-    """Of what its buffers' names begin with: `blocks.0.norm1.`."""
+    """The prefix of its buffers' names: `blocks.0.norm1.`."""
     size: int
-    """Channels."""
+    """The number of channels."""
     momentum: float | None
-    """Of its running averages; None: a plain average of all batches."""
+    """The momentum of its running averages; None for a plain average of all batches."""
 
 
 def find_norms(module: nn.Module) -> tuple[Norm, ...]:
-    """The layers with a running mean and variance, be they torch's own or code that calls `F.batch_norm`."""
+    """Find the layers with a running mean and variance: torch's own, or code that calls `F.batch_norm`."""
     buffers = dict(module.named_buffers())
     norms = []
     for path, buffer in buffers.items():
@@ -45,7 +45,7 @@ def find_norms(module: nn.Module) -> tuple[Norm, ...]:
 
 
 def forget(module: nn.Module, norm: Norm) -> None:
-    """Let a layer use the statistics of its batch in evaluation as well, as torch's do that track none."""
+    """Make a layer use its batch's statistics in evaluation too, like a torch layer that tracks none."""
     owner = module.get_submodule(norm.name.rstrip("."))
     owner._buffers[MEAN] = owner._buffers[VARIANCE] = None
     if isinstance(owner, nn.modules.batchnorm._BatchNorm):
@@ -53,7 +53,7 @@ def forget(module: nn.Module, norm: Norm) -> None:
 
 
 def joint(norms: tuple[Norm, ...], statistics: Params) -> tuple[Tensor, Tensor]:
-    """Means and variances of all layers, each in one vector: many short operations cost more than they compute."""
+    """Join the means of all layers in one vector, and the variances in another: many short operations are slow."""
     mean, variance = (torch.cat([statistics[n.name + part] for n in norms], -1) for part in (MEAN, VARIANCE))
     return mean, variance
 
@@ -66,9 +66,9 @@ def parted(norms: tuple[Norm, ...], mean: Tensor, variance: Tensor) -> Params:
 
 
 def pooled(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of a union from those of its parts, along the first dimension: the law of total variance.
+    """Combine means and variances along the first dimension into those of the union: the law of total variance.
 
-    `weight` is how many examples each part has; where no part has any, both are zero.
+    `weight` is the number of examples in each part. If there are none at all, mean and variance are zero.
     """
     share = weight / weight.sum(0).clamp(min=torch.finfo(weight.dtype).tiny)
     whole = (share * mean).sum(0)
@@ -76,7 +76,7 @@ def pooled(mean: Tensor, variance: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 
 class BatchNorm(TorchFunctionMode):
-    """Takes every `batch_norm` of a model, normalises by the batch's own statistics, and keeps these.
+    """Intercepts every `batch_norm` of a model, normalises by the batch's own statistics, and keeps them.
 
     `weight` is 1 for an example and 0 for padding.
     """
@@ -85,7 +85,7 @@ class BatchNorm(TorchFunctionMode):
         super().__init__()
         self.names, self.weight = names, weight
         self.found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """By the layer's name: mean, variance and how many values these are of."""
+        """For each layer, by name: mean, variance and the number of values behind them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,7 +116,7 @@ class BatchNorm(TorchFunctionMode):
         name = self.names.get(id(buffer))
         if name is None:
             raise ModelError(
-                "the model calls batch_norm with statistics that are not buffers of it called running_mean and "
+                "the model calls batch_norm with statistics that are not registered as buffers running_mean and "
                 "running_var; use nn.BatchNorm, or register them under these names"
             )
         if name in self.found:  # a layer that is called twice
@@ -133,7 +133,7 @@ class BatchNorm(TorchFunctionMode):
 def normalise(
     x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x normalised by its real examples, their mean and variance, and how many values these are of."""
+    """Normalise x by its real examples; also return their mean, their variance and the number of values."""
     if kernels.usable(x) and batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31:
         from fedprior.kernels.batch_norm import batch_norm
 
@@ -154,7 +154,7 @@ def normalise(
 
 
 def _count(x: Tensor, real: Tensor | None) -> Tensor:
-    """How many values of a channel are of real examples."""
+    """How many values of a channel belong to real examples."""
     places = prod(x.shape[2:])
     if real is None:
         return torch.full((), x.shape[0] * places, dtype=x.dtype, device=x.device)
@@ -162,7 +162,7 @@ def _count(x: Tensor, real: Tensor | None) -> Tensor:
 
 
 def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Each channel's mean, variance (biased, as in training) and number of values, of the examples with a weight."""
+    """Each channel's mean, variance (biased, as in training) and number of values, over examples of weight 1."""
     dims = [0, *range(2, x.dim())]
     if weight is None:
         variance, mean = torch.var_mean(x, dims, correction=0)

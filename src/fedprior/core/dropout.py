@@ -1,7 +1,7 @@
-"""Dropout from a key wherever a module draws it: as a layer or a function, between layers of an LSTM, in attention.
+"""Draw dropout from a key wherever a module uses it: as a layer or function, between an LSTM's layers, in attention.
 
-torch draws from one generator for a process, whose state depends on who drew before. From keys the masks are the same
-in every engine and after a resume.
+torch has one generator per process, whose state depends on earlier draws. With keys, the masks are the same in every
+engine and after a resume.
 """
 
 import math
@@ -18,16 +18,16 @@ from fedprior.core import keys
 from fedprior.kernels.mode import batched
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""The functions behind torch's recurrent layers, which draw inside, out of the reach of any mode."""
+"""The functions behind torch's recurrent layers. They draw internally, where no mode can intercept."""
 
 
 def recurrent(module: nn.Module) -> str:
-    """The kind of a recurrent layer in a module, if it has one: torch runs none under `vmap`."""
+    """The kind of a recurrent layer in a module, or "" if it has none: torch cannot run these under `vmap`."""
     return next((type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)), "")
 
 
 class KeyedDropout(TorchFunctionMode):
-    """Draws dropout's masks from a key; without one, only sees to it that attention runs under `vmap`."""
+    """Draws dropout masks from a key. Without a key, it only makes attention work under `vmap`."""
 
     CHANNELWISE: ClassVar = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 
@@ -72,7 +72,7 @@ class KeyedDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """softmax(q kᵀ · scale + mask) v as torch documents it, with dropout of the probabilities from the key."""
+        """softmax(q kᵀ · scale + mask) v as documented by torch, with dropout of the probabilities from the key."""
         if dropout_p == 0 and not batched(query):  # torch's fast kernels have no rule for `vmap`
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -90,7 +90,7 @@ class KeyedDropout(TorchFunctionMode):
         return self._drop(F.dropout, scores.softmax(-1), dropout_p) @ value
 
     def _with_ours(self, func: Any) -> Callable[..., Any]:
-        """torch's own function with our dropout for its own: inside it, this mode is not asked."""
+        """Run torch's own function with our dropout: calls inside it do not reach this mode."""
 
         def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
             return self._drop(F.dropout, x, p, training)
@@ -99,7 +99,7 @@ class KeyedDropout(TorchFunctionMode):
         return FunctionType(func.__code__, func.__globals__ | ours, func.__name__, func.__defaults__, func.__closure__)
 
     def _recur(self, func: Any, *args: Any) -> Any:
-        """A recurrent network layer by layer, with dropout of what each but the last gives."""
+        """Run a recurrent network layer by layer, with dropout after every layer but the last."""
         packed = isinstance(args[2], Tensor | tuple)  # (data, batch_sizes, hx, …) instead of (input, hx, …)
         before, (hidden, weights, biased, layers, rate, training, *rest) = args[: 1 + packed], args[1 + packed :]
         if not training or rate == 0 or layers == 1:

@@ -1,4 +1,4 @@
-"""Several models that predict as one."""
+"""Several models that act as one."""
 
 from collections.abc import Iterable
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class Ensemble(nn.Module):
-    """The logarithm of the members' mean probability: softmax gives that mean, argmax its vote.
+    """Outputs the logarithm of the members' mean probability: softmax recovers the mean, argmax its vote.
 
-    Where outputs are no logits of classes (`class_dim` None), the members' mean output.
+    If outputs are not class logits (`class_dim` is None), it outputs the members' mean.
     """
 
     def __init__(self, members: Iterable[nn.Module], class_dim: int | None = -1) -> None:

@@ -1,8 +1,8 @@
-"""Errors a user can mend. The command line prints them as one line and exits with 2."""
+"""Errors that a user can fix. The command line prints them as one line and exits with status 2."""
 
 
 class FedpriorError(Exception):
-    """Base of every error that is about the user's input, data or model."""
+    """The base class of every error about the user's input, data or model."""
 
 
 class SettingError(FedpriorError):
@@ -22,12 +22,12 @@ class WireError(FedpriorError):
 
 
 class RunError(FedpriorError):
-    """A run folder that exists, is missing, or holds something else."""
+    """A run folder that already exists, is missing, or holds something unexpected."""
 
 
 class DivergedError(RunError):
-    """Training produced a number that is not finite."""
+    """Training has produced a number that is not finite."""
 
 
 class FedpriorWarning(UserWarning):
-    """What a user should know and may mend; training goes on. The command line prints it as one line."""
+    """Something the user should know and may want to fix. Training continues; the command line prints one line."""

@@ -1,6 +1,6 @@
-"""All clients' examples in one array, and for each client the rows that are its own.
+"""All clients' examples in one array, and the rows that belong to each client.
 
-A client costs two slices of an index array, so a hundred thousand of them cost no more than their examples.
+A client costs two slices of an index array, so a hundred thousand clients cost no more than their examples.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ ClientData = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def fingerprint(parts: Iterable[np.ndarray]) -> str:
-    """16 digits that name a division of rows among clients: who has which, in which order.
+    """16 digits that identify a partition: which client has which rows, in which order.
 
     >>> fingerprint([np.array([0, 2]), np.array([1])])
     '7fe2289c77ac9adc'
@@ -39,7 +39,7 @@ class Shards:
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray | Tensor]) -> "Shards":
-        """From one index array a client."""
+        """Build from one index array per client."""
         sizes = [len(part) for part in parts]
         rows = np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)
         return cls(torch.from_numpy(rows), np.concatenate([[0], np.cumsum(sizes)]))
@@ -61,12 +61,12 @@ class Shards:
 
     @cached_property
     def distinct(self) -> Tensor:
-        """Every row that some client has, once; looked for only once."""
+        """Every row that some client has, listed once. The result is cached."""
         rows: Tensor = self.rows.unique()
         return rows
 
     def owner(self, marked: Tensor) -> int | str:
-        """The client to whom the first marked row belongs, to be named in an error."""
+        """The client that owns the first marked row, for use in error messages."""
         places = (self.rows == int(marked.nonzero()[0])).nonzero()
         return int(np.searchsorted(self.offsets, int(places[0]), side="right")) - 1 if len(places) else "?"
 
@@ -82,10 +82,10 @@ class FederatedData:
     train: Shards
     test: Shards
     classes: int
-    """0: targets are not classes."""
+    """0 if targets are not classes."""
 
     def __repr__(self) -> str:
-        """How many there are of what, not all examples."""
+        """Show counts rather than the examples themselves."""
         examples = f"{len(self.train.rows):,} training and {len(self.test.rows):,} test examples"
         return f"FederatedData({self.clients:,} clients, {examples}, {self.classes or 'no'} classes)"
 
@@ -93,7 +93,7 @@ class FederatedData:
     def from_clients(
         cls, clients: Sequence[ClientData], *, classes: int | None = None, min_examples: int = 2
     ) -> "FederatedData":
-        """From one `(x, y)` or `(x, y, test_x, test_y)` a client."""
+        """Build from one `(x, y)` or `(x, y, test_x, test_y)` per client."""
         clients = _listed(clients)
         for client, parts in enumerate(clients):
             _check_client(client, parts, clients[0])
@@ -113,7 +113,7 @@ class FederatedData:
         return data
 
     def check(self, min_examples: int = 2) -> None:
-        """Refuse what cannot be trained on, naming the client."""
+        """Refuse data that cannot be trained on, and name the client."""
         for what, x, y, shards in (
             ("training", self.x, self.y, self.train),
             ("test", self.test_x, self.test_y, self.test),
@@ -134,7 +134,7 @@ class FederatedData:
             )
 
     def _check_labels(self, what: str, labels: Tensor, shards: Shards) -> None:
-        """Class labels must run from 0 to classes − 1; a target of real numbers is not a label, nor is one of none."""
+        """Check that class labels run from 0 to classes − 1. Real numbers are not labels; 0 classes means none."""
         if labels.is_floating_point() or labels.dim() != 1 or self.classes == 0:
             return
         wrong = (labels < 0) | (labels >= self.classes)
@@ -146,7 +146,7 @@ class FederatedData:
 
     @property
     def labelled(self) -> bool:
-        """Whether targets are class labels, one an example, so that they can be counted by class."""
+        """Whether each example has one class label, so that examples can be counted by class."""
         return self.classes > 0 and self.y.dim() == 1 and not self.y.is_floating_point()
 
     @property
@@ -155,12 +155,12 @@ class FederatedData:
         return len(self.train)
 
     def fingerprint(self) -> str:
-        """Names the partition: the rows of every client's training and then test examples."""
+        """Identifies the partition: the rows of every client's training examples, then of its test examples."""
         parts = [np.split(shards.rows.cpu().numpy(), shards.offsets[1:-1]) for shards in (self.train, self.test)]
         return fingerprint(parts[0] + parts[1])
 
     def class_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Training and test examples by client and class, [clients, classes]; without labels in a single column."""
+        """Count training and test examples by client and class, [clients, classes]; one column without labels."""
         counts = []
         for labels, shards in ((self.y, self.train), (self.test_y, self.test)):
             rows, classes = shards.rows.cpu().numpy(), self.classes if self.labelled else 1
@@ -171,7 +171,7 @@ class FederatedData:
         return counts[0], counts[1]
 
     def fits(self, device: torch.device, share: float = 0.6) -> bool:
-        """Whether the examples take less than this share of a GPU's free memory, or are there already."""
+        """Whether the examples take less than this share of the GPU's free memory or are already there."""
         parts = {id(part): part for part in (self.x, self.y, self.test_x, self.test_y)}.values()
         if device.type != "cuda":
             return True
@@ -179,7 +179,7 @@ class FederatedData:
         return sum(part.nbytes for part in missing) < share * torch.cuda.mem_get_info(device)[0]
 
     def to(self, device: torch.device | str) -> "FederatedData":
-        """The same data resident on a device; partitions of the same examples share one copy."""
+        """Put the data on a device. Partitions of the same examples share one copy."""
         names = ("x", "y", "test_x", "test_y")
         move: dict[str, Any] = {name: _resident(getattr(self, name), torch.device(device)) for name in names}
         return replace(
@@ -194,7 +194,7 @@ _RESIDENT: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
 
 
 def _resident(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, copied there once for as long as the original lives."""
+    """Copy a tensor to a device once, and reuse the copy for as long as the original lives."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if values.device == device or device.type == "cpu":
@@ -206,12 +206,12 @@ def _resident(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _listed(clients: Any) -> list[ClientData]:
-    """Clients one after the other; refuses what looks like something else."""
+    """Return the clients as a list; refuse anything that is not a sequence of clients."""
     if isinstance(clients, Mapping):
-        raise DataError("the clients are a dictionary; give a list of them, list(clients.values())")
+        raise DataError("the clients are a dictionary; pass a list instead: list(clients.values())")
     if not isinstance(clients, Iterable) or isinstance(clients, Tensor | np.ndarray | str):
         kind = type(clients).__name__
-        raise DataError(f"the clients are a {kind}; give a list with one tuple of tensors (x, y) a client")
+        raise DataError(f"the clients are a {kind}; pass a list with one tuple of tensors (x, y) per client")
     found = list(clients)
     if not found:
         raise DataError("there are no clients")
@@ -219,9 +219,9 @@ def _listed(clients: Any) -> list[ClientData]:
 
 
 def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
-    """Refuse what cannot be put in one array with the others."""
+    """Refuse a client whose data cannot share one array with the others."""
     if isinstance(parts, tuple | list) and any(isinstance(part, np.ndarray) for part in parts):
-        raise DataError(f"client {client} has NumPy arrays; give tensors, torch.from_numpy(array)")
+        raise DataError(f"client {client} has NumPy arrays; pass tensors instead: torch.from_numpy(array)")
     if (
         not isinstance(parts, tuple | list)
         or len(parts) not in (2, 4)
@@ -235,14 +235,14 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
             if len(mine) and (mine.shape[1:], mine.dtype) != (others.shape[1:], others.dtype):
                 raise DataError(
                     f"client {client} has {what} {part} of shape {tuple(mine.shape[1:])} and {mine.dtype}, "
-                    f"client 0 of shape {tuple(others.shape[1:])} and {others.dtype}"
+                    f"but client 0 has shape {tuple(others.shape[1:])} and {others.dtype}"
                 )
     if len(parts[1]) == 0:
         raise DataError(f"client {client} has no training examples; leave it out")
 
 
 def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:
-    """Which examples hold a number that is not finite; in blocks, because torch makes copies on the way."""
+    """Mark the examples with a number that is not finite. Works in blocks, because torch copies what it checks."""
     if not values.is_floating_point() or not len(values):
         return torch.zeros(len(values), dtype=torch.bool)
     flat = values.reshape(len(values), -1)
@@ -250,11 +250,11 @@ def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:
 
 
 def _labels(targets: Tensor) -> Tensor:
-    """Whole numbers as losses want them."""
+    """Convert whole numbers to the type that losses expect."""
     return targets if targets.is_floating_point() else targets.long()
 
 
 def _runs(sizes: Sequence[int]) -> Shards:
-    """Consecutive rows."""
+    """Give consecutive rows to each client."""
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Shards(torch.arange(int(offsets[-1])), offsets)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and a line that names the one that could not be written, as on a full disk."""
+"""Write files completely or not at all, and name the file in the error if that fails, for example on a full disk."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from fedprior.core.errors import RunError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What goes wrong in here is that this cannot be written: the system's own errors often name no file."""
+    """Report any OSError in this block as a failure to write `path`: system errors often do not name the file."""
     try:
         yield
     except OSError as error:
@@ -18,7 +18,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace a file at once: after a crash there is the old one or the new one, never half of one."""
+    """Replace a file atomically: after a crash the old file or the new one is there, never half a file."""
     content = data.encode() if isinstance(data, str) else data
     with writing(path):
         if path.exists() and not path.is_file():  # /dev/stdout
@@ -38,12 +38,12 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """A whole line more, or none."""
+    """Append a whole line, or nothing."""
     with writing(path), path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview((line + "\n").encode())
-            while rest:  # a disk that is almost full takes a part
+            while rest:  # an almost full disk may take only part of it
                 rest = rest[file.write(rest) :]
         except OSError:
             file.truncate(before)

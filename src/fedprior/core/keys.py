@@ -1,7 +1,7 @@
 """Randomness from counter-based keys.
 
-A key is an int64 tensor. Every draw is a pure function of its key, so a client gets the same numbers alone, in a
-vectorised cohort, on another device or after a resume, and a captured CUDA graph draws afresh when its key tensor
+A key is an int64 tensor. Every draw is a pure function of its key. A client therefore gets the same numbers alone, in
+a vectorised cohort, on another device or after a resume, and a captured CUDA graph draws anew when its key tensor
 changes. The mixing function is SplitMix64 (Steele, Lea and Flood 2014), whose 2^64 outputs are distinct.
 
 >>> a = fold(key(0), 3)
@@ -26,7 +26,7 @@ _MIX2 = 0x94D049BB133111EB - 2**64
 
 
 class Purpose(IntEnum):
-    """What a draw is for: the first branch under a run's key, so that no two purposes ever share a draw."""
+    """What a draw is for. It is the first branch below a run's key, so that no two purposes ever share a draw."""
 
     COHORT = 1
     BROADCAST = 2
@@ -41,7 +41,7 @@ class Purpose(IntEnum):
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
+    """Logical right shift; torch's shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -62,7 +62,7 @@ def _mix_number(number: int) -> int:
 
 
 def _in_kernel(key: Tensor) -> bool:
-    """Whether a draw is one launch instead of some twenty; the numbers are the same, bit for bit."""
+    """Whether a draw takes one launch instead of about twenty. The numbers are the same, bit for bit."""
     return key.is_cuda and kernels.available()
 
 
@@ -72,20 +72,20 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
-    """A new key from a key and a number, element by element: `fold(key, client_ids)` gives one key a client."""
-    # A plain number is mixed on the host: a captured CUDA graph cannot copy it to the device.
+    """Derive a key from a key and a number, elementwise: `fold(key, client_ids)` gives one key per client."""
+    # We mix plain numbers on the host: a captured CUDA graph cannot copy them to the device.
     data = _mix_number(data) if isinstance(data, int) else data.to(key.device, torch.int64)
     if _in_kernel(key):
         return draws.fold(key, data)
     mixed = data if isinstance(data, int) else _mix(data + _GAMMA)
-    # The key is mixed once more than the data: alike, fold(key(a), b) and fold(key(b), a) would be the same key.
+    # The key is mixed once more than the data. Otherwise fold(key(a), b) and fold(key(b), a) would be the same key.
     return _mix(_mix(key + _GAMMA) ^ mixed)
 
 
 class Turn(NamedTuple):
-    """Whose draws: those of a run, of one of its rounds and, for what concerns one, of a client.
+    """Identifies the source of a draw: a run, one of its rounds and, if it concerns one client, that client.
 
-    Of several runs and clients at once it holds tensors of one shape.
+    For several runs and clients at once, it holds tensors of one shape.
 
     >>> Turn(key(0), 1).of(7).key(Purpose.COMMIT) == fold(fold(fold(key(0), Purpose.COMMIT), 1), 7)
     tensor(True)
@@ -100,7 +100,7 @@ class Turn(NamedTuple):
         return self._replace(client=client)
 
     def key(self, purpose: Purpose) -> Tensor:
-        """run → purpose → round → client; steps, epochs and tensors branch off below."""
+        """Fold run → purpose → round → client; steps, epochs and tensors branch off below."""
         key = fold(fold(self.root, purpose), self.round)
         return key if self.client is None else fold(key, self.client)
 
@@ -128,7 +128,7 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
 
 
 def permutation(key: Tensor, size: Tensor | int, capacity: int) -> Tensor:
-    """A random order of 0 … size−1 in the first `size` of `capacity` places; what follows is padding.
+    """A random order of 0 … size−1 in the first `size` of `capacity` places; the rest is padding.
 
     The order does not depend on the capacity, so a padded client is shuffled as it would be alone.
     """
@@ -138,9 +138,9 @@ def permutation(key: Tensor, size: Tensor | int, capacity: int) -> Tensor:
 
 
 def choose(key: Tensor, population: int, count: int) -> list[int]:
-    """`count` of `population` without replacement, in time that does not grow with the population.
+    """Draw `count` of `population` without replacement, in time that does not grow with the population.
 
-    Fisher–Yates with the untouched part of the array left implicit.
+    This is Fisher–Yates with the untouched part of the array left implicit.
     """
     moved: dict[int, int] = {}
     chosen = []

@@ -1,7 +1,7 @@
 """The mean over a run's last evaluations.
 
-A single round's accuracy is that of its cohort: on CIFAR10 it is off by 1.5 points either way, alike for all algorithms
-of a seed. Tables therefore show the mean over the evaluations in the last twentieth of the rounds.
+A single round's accuracy depends on its cohort: on CIFAR10 it is off by up to 1.5 points either way, in the same
+direction for all algorithms with the same seed. Tables therefore show the mean over the last 5% of the rounds.
 """
 
 import math
@@ -10,11 +10,11 @@ from typing import Any
 
 SHARE = 0.05
 MEANS = "Accuracies are means over the evaluations in the last 5% of rounds."
-"""What stands below a table of them."""
+"""The note below a table of such means."""
 
 
 def late(records: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Mean of a field over the evaluations in the last 5% of the rounds, at least over the last one; NaN without any.
+    """The mean of a field over the evaluations in the last 5% of rounds, at least the last one; NaN if none exist.
 
     >>> late([{"round": r, "a": r} for r in range(1, 101)], "a")
     98.0

@@ -1,6 +1,6 @@
-"""One writer a run's folder: a lock that is the kernel's and goes with its process, however that ends.
+"""Let only one process write to a run's folder. The kernel releases the lock when the process ends, however it ends.
 
-Two writers would mix their records. Readers (`watch`, `report`, `export`) ask for no lock.
+Two writers would mix their records. Readers (`watch`, `report`, `export`) need no lock.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # mypy takes the name for a module only
 
 NAME = ".lock"
-"""The file that is locked. Not the config, which may be replaced by another file of that name."""
+"""The file that is locked. It is not the config, because that file may be replaced by a new one."""
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
-"""What file systems without locks say."""
+"""The errors that file systems without locks return."""
 
 
 @contextlib.contextmanager
 def alone_in(folders: Iterable[Path]) -> Iterator[None]:
-    """Be the only one that writes to these folders, which are made, or say in one line who is."""
+    """Create these folders and be their only writer, or raise an error that names the current one."""
     with contextlib.ExitStack() as held:
         for folder in folders:
             held.enter_context(_alone_in(folder))
@@ -45,7 +45,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is still ours: a finished run has no trace of it. A folder that nothing came of goes too.
+        # Remove the file while we still hold it, so that a finished run leaves no trace. Empty new folders go too.
         with contextlib.suppress(OSError):
             (folder / NAME).unlink()
         os.close(file)
@@ -53,7 +53,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _leave(made: list[Path]) -> None:
-    """Remove folders, the innermost first, that nothing is in."""
+    """Remove empty folders, the innermost first."""
     with contextlib.suppress(OSError):
         for path in made:
             path.rmdir()
@@ -66,7 +66,7 @@ def _acquire(folder: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(file, folder)
-            # Its last holder may have removed the file between our opening and locking it: then it locks nothing.
+            # The last holder may have removed the file after we opened it; then our lock would protect nothing.
             if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
                 _sign(file, path)
                 return file
@@ -77,7 +77,7 @@ def _acquire(folder: Path) -> int:
 
 
 def _sign(file: int, path: Path) -> None:
-    """Say whose it is; a full disk keeps no empty file."""
+    """Write down who holds the lock; if the disk is full, leave no empty file."""
     try:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -92,10 +92,10 @@ def _lock(file: int, folder: Path) -> None:
             raise OSError(errno.ENOTSUP, "no flock")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        who = os.read(file, 200).decode(errors="replace") or "another process"  # which has just begun
-        raise RunError(f"{folder} is being trained by {who}; wait for its end, or end it") from error
+        who = os.read(file, 200).decode(errors="replace") or "another process"  # it has not signed yet
+        raise RunError(f"{folder} is being trained by {who}; wait for it to finish, or stop it") from error
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        text = f"there are no locks where {folder} is: see that no other process trains it"
+        text = f"the file system of {folder} has no locks: make sure that no other process trains it"
         warnings.warn(text, FedpriorWarning, stacklevel=2)

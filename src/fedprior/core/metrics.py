@@ -1,4 +1,4 @@
-"""What a run is judged by: held-out loss, accuracy where there is one, and metrics of a user's own."""
+"""How a run is judged: by held-out loss, by accuracy if targets are classes, and by the user's own metrics."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,16 +15,16 @@ from fedprior.core.workers import Workers
 
 
 class Measures(NamedTuple):
-    """What there is to measure of a network on some data."""
+    """What can be measured for a network on some data."""
 
     names: tuple[str, ...]
-    """`loss`; `accuracy`, where targets are classes; the network's own metrics."""
+    """`loss`, then `accuracy` if targets are classes, then the network's own metrics."""
     class_dim: int | None
-    """Where outputs have one logit a class; None: targets are no classes."""
+    """The dimension of outputs that holds one logit per class, or None if targets are not classes."""
 
 
 def measures(network: Network, data: FederatedData | None) -> Measures:
-    """Found by looking at the outputs for one example. Without data there may be an accuracy that only clients know."""
+    """Look at the outputs for one example. Without data, assume an accuracy: only the clients know."""
     if data is None:
         return Measures(("loss", "accuracy", *network.metrics), 1 if network.loss is cross_entropy else None)
     found: int | None = None
@@ -37,7 +37,7 @@ def measures(network: Network, data: FederatedData | None) -> Measures:
 
 
 def with_classes(network: Network, data: FederatedData) -> FederatedData:
-    """The data with as many classes as the outputs have, or with none where targets are not classes of theirs."""
+    """Set the number of classes to that of the outputs, or to 0 if the targets are not such classes."""
     with torch.no_grad():
         outputs = network.predict(network.params(), data.x[:1])
     dim = class_dim(outputs, data.y[:1])
@@ -48,7 +48,7 @@ def with_classes(network: Network, data: FederatedData) -> FederatedData:
 
 
 def each(network: Network, what: Measures, outputs: Tensor, y: Tensor) -> Tensor:
-    """[measures, examples]: every measure of every example."""
+    """Compute every measure of every example, shape [measures, examples]."""
     rows = {"loss": network.losses(outputs, y)}
     if what.class_dim is not None:
         rows["accuracy"] = _right(outputs, y, what.class_dim)
@@ -57,7 +57,7 @@ def each(network: Network, what: Measures, outputs: Tensor, y: Tensor) -> Tensor
 
 
 def _right(outputs: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Whether each example is right; of a sequence, the share of its places that is."""
+    """Whether each example is right; for a sequence, the share of its positions that are right."""
     right = outputs.argmax(dim) == y
     if y.dim() == 1:
         return right
@@ -65,7 +65,7 @@ def _right(outputs: Tensor, y: Tensor, dim: int) -> Tensor:
 
 
 def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
-    """A metric's number for every example, also where it gives a mean: that of one example is the example's."""
+    """Evaluate a metric for every example. One that returns a mean is called with one example at a time."""
     values = metric(outputs, y)
     if values.dim() == 0:
         values = vmap(lambda output, target: metric(output[None], target[None]))(outputs, y)
@@ -73,9 +73,9 @@ def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
-    """[measures]: each added up over these examples.
+    """Add up each measure over these examples, shape [measures].
 
-    A model without statistics of its own uses those of all the examples together.
+    A model that stores no statistics uses those of all the examples together.
     """
     batch = max(len(y), 1) if network.uses_batch(params) else batch
     total = torch.zeros(len(what.names), dtype=torch.float64, device=y.device)
@@ -87,7 +87,7 @@ def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor,
 
 
 def ensemble(what: Measures, outputs: Tensor) -> Tensor:
-    """The outputs of stacked models as those of one: the logarithm of their mean probabilities, or their mean."""
+    """Combine the outputs of stacked models: the logarithm of their mean probabilities, or simply their mean."""
     if len(outputs) == 1:
         return outputs[0]
     if what.class_dim is None:
@@ -98,7 +98,7 @@ def ensemble(what: Measures, outputs: Tensor) -> Tensor:
 def global_scores(
     workers: Workers, what: Measures, models: Params, data: FederatedData | None, batch: int = 512
 ) -> dict[str, float]:
-    """Every measure on the union of the clients' test sets, as `global_NAME`; stacked models predict as one."""
+    """Every measure on the union of the clients' test sets, as `global_NAME`. Stacked models act as an ensemble."""
     rows = data.test.distinct if data is not None else torch.zeros(0)
     if data is None or len(rows) == 0:
         return {f"global_{name}": float("nan") for name in what.names}
@@ -116,7 +116,7 @@ def global_scores(
 
 
 def blank_scores(what: Measures, clients: int) -> dict[str, Tensor]:
-    """Before anybody's first turn."""
+    """The scores before any client has had a turn."""
     return {name: torch.full((clients,), torch.nan, dtype=torch.float64) for name in what.names}
 
 
@@ -126,8 +126,8 @@ def local_scores(scores: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def layer_sparsity(models: Params) -> dict[str, float]:
-    """Which share of each layer's weights is zero, as `sparsity/LAYER`; nothing where none is."""
-    weights = {name: value for name, value in models.items() if value.dim() > 2}  # stacked: one dimension more
+    """The share of zeros in each layer's weights, as `sparsity/LAYER`; empty if there are none."""
+    weights = {name: value for name, value in models.items() if value.dim() > 2}  # stacking adds one dimension
     gone = {
         f"sparsity/{name.removesuffix('.weight')}": float((value == 0).double().mean())
         for name, value in weights.items()
@@ -136,7 +136,7 @@ def layer_sparsity(models: Params) -> dict[str, float]:
 
 
 def disagreement(client_gates: Gates, server_gates: Gates) -> dict[str, float]:
-    """Mean and maximum over gates and clients of the total variation |π − θ|; nothing where there are no gates."""
+    """Mean and maximum over gates and clients of the total variation |π − θ|; empty if there are no gates."""
     if not server_gates:
         return {}
     distance = torch.cat([(client_gates[layer] - theta).abs().reshape(-1) for layer, theta in server_gates.items()])

@@ -16,17 +16,17 @@ from fedprior.core.trees import Params
 from fedprior.kernels.mode import batched
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets to one loss an example; of several numbers an example, as one a token, the mean counts."""
+"""Maps outputs and targets to one loss per example. Several per example, such as one per token, are averaged."""
 Metric = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets to one number an example, or to their mean over the examples."""
+"""Maps outputs and targets to one number per example, or to its mean over the examples."""
 IGNORED = -100
-"""In sequences of targets, torch's mark of a place that does not count, such as padding."""
+"""torch's mark for positions in a sequence of targets that do not count, such as padding."""
 
 
 def class_dim(outputs: Tensor, targets: Tensor) -> int | None:
-    """Where outputs have one logit a class: after the batch, as torch has it, or last. None: targets are no classes.
+    """The dimension with one logit per class: after the batch, torch's convention, or last. None without classes.
 
-    None too where both would fit, a sequence as long as there are classes: nobody could tell which is meant.
+    It is also None if both would fit, for a sequence as long as the number of classes: that is ambiguous.
     """
     if targets.is_floating_point() or targets.is_complex() or outputs.dim() != targets.dim() + 1:
         return None
@@ -35,12 +35,12 @@ def class_dim(outputs: Tensor, targets: Tensor) -> int | None:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The default loss: softmax cross-entropy, one number an example; of a sequence, its mean over the places."""
+    """The default loss: softmax cross-entropy per example; for a sequence, its mean over the positions."""
     if targets.dim() > 1 and (dim := class_dim(outputs, targets)) is not None:
         each = F.cross_entropy(outputs.movedim(dim, 1), targets, reduction="none", ignore_index=IGNORED)
         return each.flatten(1).sum(1) / (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
     if kernels.usable(outputs) and outputs.dim() == 2 and targets.dtype == torch.int64:
-        # Under `vmap` torch's own is some ten operations; labels need no check, because data sets were checked.
+        # Under `vmap` torch's version takes about ten operations. Labels were checked with the data set.
         return -F.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
     return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -53,11 +53,11 @@ class Network:
     example: Tensor
     loss: Loss = cross_entropy
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What else its outputs are judged by, by name."""
+    """Further measures of its outputs, by name."""
     tied: dict[str, str] = field(init=False)
-    """Where a parameter stands a second time, and its name where it stands first."""
+    """Maps each further name of a shared parameter to its first name."""
     norms: tuple[Norm, ...] = field(init=False)
-    """The layers that normalise by statistics of their batch in training and by stored ones in evaluation."""
+    """The layers that normalise by their batch's statistics in training and by stored ones in evaluation."""
 
     def __post_init__(self) -> None:
         first = {id(p): name for name, p in self.module.named_parameters()}
@@ -71,7 +71,7 @@ class Network:
         object.__setattr__(self, "norms", batch_norm.find_norms(self.module))
 
     def __repr__(self) -> str:
-        """Its kind and size; print `module` for its layers."""
+        """Show kind and size; print `module` to see the layers."""
         return f"Network({type(self.module).__name__}, {sum(p.numel() for p in self.module.parameters()):,} parameters)"
 
     def params(self) -> Params:
@@ -79,7 +79,7 @@ class Network:
         return {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
 
     def statistics(self) -> Params:
-        """A copy of the statistics that the module comes with, and of how many batches they are: 0 says of none."""
+        """A copy of the module's initial statistics and of the number of batches behind them, 0 if there are none."""
         buffers = dict(self.module.named_buffers())
         found = {
             norm.name + part: buffers[norm.name + part].clone() for norm in self.norms for part in (MEAN, VARIANCE)
@@ -92,12 +92,12 @@ class Network:
         return {**found, COUNT: torch.full((), count, dtype=some.dtype, device=some.device)}
 
     def predict(self, params: Params, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The module's outputs with other parameters, without dropout.
+        """The module's outputs with these parameters, without dropout.
 
-        Statistics that stand among the parameters are used. Where there are none, those of the batch are, without its
+        If the parameters include statistics, those are used. If not, the statistics of the batch are, without its
         padding, which has weight zero.
         """
-        # torch's short cuts for attention in evaluation have no rule for `vmap`; a mode keeps it from them.
+        # torch's fast paths for attention in evaluation have no rule for `vmap`; an active mode disables them.
         vectorised = KeyedDropout(None) if batched(x) else nullcontext()
         with _mode(self.module, training=False), vectorised:
             if not self.uses_batch(params):
@@ -110,33 +110,33 @@ class Network:
         return bool(self.norms) and self.norms[0].name + MEAN not in params
 
     def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
-        """The mean loss of a batch; examples of weight zero are padding."""
+        """The mean loss of a batch. Examples of weight zero are padding."""
         return _mean(self._training_losses(params, x, y, weight, key)[0], weight)
 
     def training_with_statistics(
         self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, Params]:
-        """The same, and the statistics of the batch, with variances as running averages have them: unbiased."""
+        """The same, and the batch's statistics with unbiased variances, as in running averages."""
         losses, norm = self._training_losses(params, x, y, weight, key)
         return _mean(losses, weight), self._found(norm, unbiased=True)
 
     def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
-        """One loss an example, with dropout drawn from the key."""
+        """One loss per example, with dropout drawn from the key."""
         return self._training_losses(params, x, y, None, key)[0]
 
     def _training_losses(
         self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, batch_norm.BatchNorm]:
         with _mode(self.module, training=True):
-            for norm in self._modules():  # in training mode they would count batches in a buffer
+            for norm in self._modules():  # in training mode each would count its batches in a buffer
                 norm.eval()
-            # Always on, because `forward` may call either as a plain function; they cost next to nothing.
+            # Both modes are always on, because `forward` may call either function directly. They cost very little.
             with KeyedDropout(key), batch_norm.BatchNorm(self._names(), weight) as mode:
                 outputs = self._run(params, x)
         return self.losses(outputs, y), mode
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """One loss an example."""
+        """One loss per example."""
         losses = self.loss(outputs, y)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
@@ -145,17 +145,17 @@ class Network:
         return _mean(self.losses(self.predict(params, x, weight), y), weight)
 
     def measure(self, params: Params, x: Tensor, weight: Tensor | None) -> Params:
-        """The statistics of what reaches each norm: `mean` and `variance`, all layers in one vector.
+        """The statistics of each norm's input: `mean` and `variance`, with all layers in one vector.
 
-        The norms before it use those of the batch. With stored ones a layer's report would depend on how well those of
-        the layers before it were known a round ago; twenty layers deep that does not settle.
+        Earlier norms use the batch's statistics. If they used stored ones, a layer's report would depend on how well
+        the layers before it were known one round ago; in a network of twenty layers that does not settle.
         """
         with _mode(self.module, training=False), batch_norm.BatchNorm(self._names(), weight) as mode:
             self._run(params, x)
         return self._found(mode)
 
     def _names(self) -> dict[int, str]:
-        """Which layer a running mean is of, by its identity."""
+        """Maps the identity of each running mean to its layer's name."""
         buffers = dict(self.module.named_buffers()) if self.norms else {}
         return {id(buffers[norm.name + MEAN]): norm.name for norm in self.norms}
 
@@ -163,12 +163,12 @@ class Network:
         return [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def _found(self, mode: batch_norm.BatchNorm, unbiased: bool = False) -> Params:
-        """What a run has found, all layers in one vector."""
+        """The statistics that a forward pass has found, with all layers in one vector."""
         if not self.norms:
             return {}
         buffers, means, variances = dict(self.module.named_buffers()), [], []
         for norm in self.norms:
-            # A layer that did not run, as the auxiliary head of some models, has the statistics that it came with.
+            # A layer that did not run, such as the auxiliary head of some models, keeps its initial statistics.
             unused = buffers[norm.name + MEAN], buffers[norm.name + VARIANCE], None
             mean, variance, count = mode.found.get(norm.name, unused)
             means.append(mean)
@@ -178,8 +178,8 @@ class Network:
         return {"mean": torch.cat(means), "variance": torch.cat(variances)}
 
     def _run(self, params: Params, x: Tensor) -> Tensor:
-        # torch's own tie_weights leaves the values of this call in a module that is registered under two names
-        # (pytorch#164759), so tied parameters are passed by name.
+        # torch's tie_weights leaves this call's values in a module that is registered under two names
+        # (pytorch#164759), so we pass tied parameters by name.
         tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
         with kernels.routed(x):
             out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
@@ -188,7 +188,7 @@ class Network:
 
 @contextmanager
 def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """A module in training or not, and afterwards as it was: it is the user's."""
+    """Put a module in training or evaluation mode, and restore it afterwards: it belongs to the user."""
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:

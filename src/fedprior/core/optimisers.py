@@ -1,8 +1,8 @@
 """torch.optim on trees: any of its optimisers, for one client, a stacked cohort, or the server.
 
-Almost all of torch's optimisers act element by element, so one step on parameters stacked over a cohort is one step of
-each client's own optimiser, and so it is for the servers of stacked runs. Those that do not are listed here, and the
-simulator then trains clients in turn.
+Almost all of torch's optimisers act element by element. One step on parameters stacked over a cohort is then one step
+of each client's own optimiser; the same holds for the servers of stacked runs. The exceptions are listed here, and with
+them the simulator trains clients in turn.
 """
 
 import ast
@@ -21,12 +21,12 @@ from fedprior.core.yogi import Yogi
 
 NOT_ELEMENTWISE = {"Adafactor", "Muon"}
 FUSED = {"SGD", "Adam", "AdamW"}
-"""Those whose step on any number of tensors is a launch or two on a GPU."""
-UNUSABLE = {"LBFGS": "it needs to evaluate its loss again", "SparseAdam": "it wants sparse gradients"}
+"""Optimisers whose step needs only one or two launches on a GPU, whatever the number of tensors."""
+UNUSABLE = {"LBFGS": "it needs to re-evaluate its loss", "SparseAdam": "it needs sparse gradients"}
 
 
 def _kind(name: str) -> Any:
-    """The optimiser of that name, torch's or ours; None: there is none."""
+    """The optimiser of that name, torch's or ours, or None."""
     return Yogi if name == "Yogi" else getattr(torch.optim, name, None)
 
 
@@ -50,15 +50,15 @@ class Optimiser:
             trial = torch.zeros(1, 1)
             optimiser = self.build([trial])
             trial.grad = torch.ones_like(trial)
-            optimiser.step()  # some settings, such as a rate that float32 cannot hold, fail only here
+            optimiser.step()  # some settings, such as a rate too large for float32, fail only here
         except SettingError:
             raise
-        except Exception as error:  # torch checks its settings in many ways: Adam's betas=(0.9,) is an IndexError
+        except Exception as error:  # torch raises many kinds of errors: Adam's betas=(0.9,) is an IndexError
             raise SettingError(f"{self}: {error}") from error
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> "Optimiser":
-        """A default of this package, taken as it is: to try an optimiser loads torch's compiler, seconds at import."""
+        """A default of this package, not checked: a check loads torch's compiler, which adds seconds to the import."""
         made = object.__new__(cls)
         object.__setattr__(made, "name", name)
         object.__setattr__(made, "settings", settings)
@@ -66,7 +66,7 @@ class Optimiser:
 
     @classmethod
     def parse(cls, text: str) -> "Optimiser":
-        """From a call as one would write it: `Adam(lr=0.001, betas=(0.9, 0.99))`."""
+        """Read a call such as `Adam(lr=0.001, betas=(0.9, 0.99))`."""
         try:
             call = ast.parse(text.strip(), mode="eval").body
             if isinstance(call, ast.Name):
@@ -84,15 +84,15 @@ class Optimiser:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items())})"
 
     def build(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
-        """The torch optimiser over these tensors."""
+        """Build the torch optimiser for these tensors."""
         try:
             built: torch.optim.Optimizer = _kind(self.name)(tensors, **self._for_device(tensors), **self.settings)
-        except ValueError as error:  # Muon, for one, takes matrices only
+        except ValueError as error:  # Muon, for example, takes only matrices
             raise SettingError(f"{self}: {error}") from error
         return built
 
     def _for_device(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """On a GPU even the count of steps lives there: nothing waits for it, and a CUDA graph can hold it."""
+        """On a GPU, keep even the step count there, so that nothing waits for it and a CUDA graph can hold it."""
         if not tensors[0].is_cuda:
             return {}
         knows, chosen = inspect.signature(_kind(self.name)).parameters, set(self.settings)
@@ -103,12 +103,12 @@ class Optimiser:
 
     @property
     def joins(self) -> bool:
-        """Whether one long tensor costs less than many short ones, and makes no difference."""
+        """Whether one long tensor is faster than many short ones and gives the same result."""
         return self.name not in FUSED | NOT_ELEMENTWISE
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold its step: it then must not count steps on the host."""
+        """Whether a CUDA graph can hold its step, which must then not count steps on the host."""
         return self.name in {"SGD", "Yogi"} or "capturable" in inspect.signature(_kind(self.name)).parameters
 
     @property
@@ -117,7 +117,7 @@ class Optimiser:
         return float(self.build([torch.zeros(1, 1)]).defaults["lr"])
 
     def path(self, steps: Tensor) -> Tensor:
-        """How far so many steps go down a slope of one; momentum goes further than lr · steps.
+        """How far `steps` steps descend a slope of one; with momentum that is more than lr · steps.
 
         With momentum μ and dampening d the k-th step is b_k = a + (1 − a) μᵏ⁻¹ times lr, a = (1 − d)/(1 − μ).
         """
@@ -135,10 +135,10 @@ class Optimiser:
 
 
 class TreeOptimiser:
-    """One torch optimiser a section of a tree, over copies of its tensors; sections without one stay as they are.
+    """One torch optimiser per section of a tree, on copies of its tensors. Sections without one do not change.
 
-    Where it pays, the tensors of a section are pieces of one long tensor, and that is what is optimised. Of a stacked
-    tree, `rows` is how many are stacked.
+    If that is faster, the tensors of a section are views of one long tensor, which is then optimised. `rows` is the
+    number of stacked trees.
     """
 
     def __init__(self, optimisers: Mapping[str, Optimiser], tree: Tree, rows: int = 1) -> None:
@@ -157,13 +157,13 @@ class TreeOptimiser:
         self.rates = {section: built.defaults["lr"] for section, built in self.optimisers.items()}
 
     def scale(self, factor: float | Tensor) -> None:
-        """From now on steps are of the optimisers' own rates times this factor, a tensor where a graph is captured."""
+        """Multiply the optimisers' own rates by this factor from now on. A captured graph needs it as a tensor."""
         for section, optimiser in self.optimisers.items():
             for group in optimiser.param_groups:
                 group["lr"] = self.rates[section] * factor
 
     def step(self, grads: Tree) -> None:
-        """Descend, in place."""
+        """Take one step of descent, in place."""
         for section, optimiser in self.optimisers.items():
             slopes = [grads[section][name] for name in self.values[section]]
             if section in self.long:
@@ -177,7 +177,7 @@ class TreeOptimiser:
                 value.grad = None
 
     def load(self, tree: Tree) -> None:
-        """Take other values; the optimisers keep their moments."""
+        """Replace the values; the optimisers keep their moments."""
         for section, values in self.values.items():
             copy_all(list(values.values()), [tree[section][name] for name in values])
 
@@ -192,7 +192,7 @@ class TreeOptimiser:
         }
 
     def _moments(self, section: str) -> dict[str, Any]:
-        """The moments themselves, by name; where tensors are joined, views of them."""
+        """The moments themselves, by name, or views of them if tensors are joined."""
         values, moments = self.values[section], self.optimisers[section].state_dict()["state"]
         if section not in self.long:
             names = list(values)
@@ -217,7 +217,7 @@ class TreeOptimiser:
             optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
 
     def _joined(self, section: str, key: str, moments: dict[int, dict[str, Any]]) -> Any:
-        """One moment of all tensors of a section as that of the long one."""
+        """Join one moment of all tensors of a section for the long tensor."""
         values = list(self.values[section].values())
         each = [moments[i][key] for i in range(len(values))]
         alike = all(isinstance(v, Tensor) and v.shape == p.shape for v, p in zip(each, values, strict=True))
@@ -225,12 +225,12 @@ class TreeOptimiser:
 
     # ------------------------------------------------------------------ stacked runs
     def moments(self) -> list[Tensor]:
-        """The tensors that the optimisers keep, themselves."""
+        """The optimisers' own tensors, not copies."""
         every = [value for section in self.optimisers for value in self._moments(section).values()]
         return list({id(value): value for value in every if isinstance(value, Tensor)}.values())
 
     def load_rows(self, states: list[dict[str, dict[str, Any]]]) -> None:
-        """`load_state` of several runs' moments, stacked; counts of steps are the same for all."""
+        """Stack several runs' moments and load them; all runs share their step counts."""
         first = states[0]
         stacked = {
             section: {
@@ -245,7 +245,7 @@ class TreeOptimiser:
             self.load_state(stacked)
 
     def row(self, index: int, late: bool = False) -> dict[str, dict[str, Any]]:
-        """One run's `state`; `late`: of a run that did not take the last step."""
+        """One run's `state`; `late` if that run did not take the last step."""
         return {
             section: {
                 path: value[index].clone()
@@ -259,27 +259,27 @@ class TreeOptimiser:
         }
 
     def _stacks(self, section: str, path: str, value: Any, dims: int) -> bool:
-        """Whether a moment has one number a parameter, rather than one for all."""
+        """Whether a moment has one number per parameter rather than one for all."""
         shape = self.values[section][path.split("/", 1)[1]].shape
         return isinstance(value, Tensor) and value.shape == shape[dims:] and not path.startswith("step/")
 
 
 def _join(tensors: list[Tensor], rows: int) -> Tensor:
-    """All numbers of a row one after the other: gradients of stacked gates already are columns of one such tensor."""
+    """Concatenate all numbers of each row. Gradients of stacked gates already are columns of one such tensor."""
     if rows == 1:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     return torch.cat([tensor.reshape(rows, -1) for tensor in tensors], 1)
 
 
 def _part(joint: Tensor, like: Params) -> Params:
-    """The inverse, as views."""
+    """The inverse of `_join`, as views."""
     rows = joint.shape[0] if joint.dim() > 1 else 1
     pieces = joint.split([value.numel() // rows for value in like.values()], -1)
     return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 
 def _laid_out(grad: Tensor, value: Tensor) -> Tensor:
-    """On a GPU in memory as its parameter is: only then can one launch take them all."""
+    """On a GPU, give a gradient its parameter's memory layout: only then can one launch handle them all."""
     if not value.is_cuda or grad.stride() == value.stride():
         return grad
     return torch.empty_like(value).copy_(grad)

@@ -1,13 +1,13 @@
-"""Learning rates that change from round to round: a factor of every rate of the clients, or of the server, by name.
+"""Learning rates that change from round to round: a named schedule multiplies all rates of the clients or the server.
 
     constant(warmup=0)                1
     linear(end=0.0, warmup=0)         from 1 down to `end`
     cosine(end=0.0, warmup=0)         from 1 down to `end` along half a cosine
-    step(every, factor=0.1, warmup=0) times `factor` after every so many rounds
+    step(every, factor=0.1, warmup=0) times `factor` after every `every` rounds
     exponential(factor, warmup=0)     times `factor` after every round
 
-Before that come `warmup` rounds in which the rate grows evenly: of w of them the first has 1/(w + 1). They are torch's
-LinearLR, CosineAnnealingLR, StepLR and ExponentialLR, stepped once a round.
+Each starts with `warmup` rounds in which the rate grows evenly: the first of w rounds has 1/(w + 1). The schedules are
+torch's LinearLR, CosineAnnealingLR, StepLR and ExponentialLR, stepped once per round.
 """
 
 import ast
@@ -22,7 +22,7 @@ from torch import Tensor
 from fedprior.core.errors import SettingError
 
 Factor = Callable[[int, int], float]
-"""Of the rounds that are over since the warm-up, and of all there are after it."""
+"""Maps the rounds completed since the warm-up, and the number of rounds after it, to a factor."""
 
 
 def _constant() -> Factor:
@@ -74,14 +74,14 @@ def _whole(name: str, value: Any, least: int) -> None:
 
 
 class Curve(NamedTuple):
-    """A schedule: what it is after its warm-up, and how long that is."""
+    """A schedule: its factor after the warm-up, and the length of the warm-up."""
 
     factor: Factor
     warmup: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Curve":
-        """From a name or a call: `cosine`, `step(every=100, factor=0.5, warmup=10)`."""
+        """Read a name or a call: `cosine`, `step(every=100, factor=0.5, warmup=10)`."""
         try:
             tree = ast.parse(text.strip(), mode="eval").body
             call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
@@ -91,7 +91,7 @@ class Curve(NamedTuple):
             warmup = given.pop("warmup", 0)
             inspect.signature(KINDS[name]).bind(**given)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-            raise SettingError(f"a schedule is one of {USAGE}, each with warmup=N if wanted; got {text!r}") from error
+            raise SettingError(f"a schedule is one of {USAGE}, each with an optional warmup=N; got {text!r}") from error
         _whole("warmup", warmup, 0)
         try:
             return cls(KINDS[name](**given), warmup)
@@ -99,17 +99,17 @@ class Curve(NamedTuple):
             raise SettingError(f"{text}: {error}") from error
 
     def at(self, number: int, rounds: int) -> float:
-        """The factor of a round, of which the first is 1, of so many."""
+        """The factor of round `number`, counted from 1, of `rounds` in all."""
         over = number - 1
         if over < self.warmup:
             return (over + 1) / (self.warmup + 1)
-        # Beyond the last round, as for a model that is personalised after it, the rate is the last round's.
+        # After the last round, for example when a model is personalised, the last round's rate applies.
         left = max(1, rounds - self.warmup)
         return self.factor(min(over - self.warmup, left - 1), left)
 
 
 class Rate(NamedTuple):
-    """What the learning rates of a round are multiplied with."""
+    """The factors of a round's learning rates."""
 
     local: float | Tensor = 1.0
     server: float | Tensor = 1.0
@@ -117,7 +117,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """Both schedules of a run, as they were written, and over how many rounds they go."""
+    """Both schedules of a run, as text, and the number of rounds that they cover."""
 
     local: str = "constant"
     server: str = "constant"
@@ -129,7 +129,7 @@ class Rates:
 
     @property
     def constant(self) -> bool:
-        """Whether nothing ever changes."""
+        """Whether the rates never change."""
         return self.local == self.server == "constant"
 
     def at(self, number: int) -> Rate:

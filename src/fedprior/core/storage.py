@@ -1,4 +1,4 @@
-"""Trees of tensors and numbers on disk: safetensors files, nothing pickled, replaced atomically."""
+"""Store trees of tensors and numbers in safetensors files, which are never pickled and are replaced atomically."""
 
 import json
 import zlib
@@ -21,18 +21,18 @@ from fedprior.core.trees import Params
 
 @dataclass(frozen=True)
 class Saved:
-    """A training between two rounds."""
+    """The state of a training run between two rounds."""
 
     run: str
-    """What must not change between two sessions of a run."""
+    """Identifies the run: everything that must stay the same when it is resumed."""
     round: int
     seconds: float
     records: str
-    """A checksum of the records that led here."""
+    """A checksum of the records up to this round."""
     tree: dict[str, Any]
-    """Everything that the next round depends on. Optimisers keep plain numbers among their tensors."""
+    """Everything that the next round depends on. Optimisers mix plain numbers with their tensors."""
     more: Mapping[str, str] = field(default_factory=dict)
-    """What else the head of the file says."""
+    """Further entries in the file's header."""
 
 
 def save(path: Path, kind: str, saved: Saved) -> None:
@@ -53,12 +53,12 @@ def save(path: Path, kind: str, saved: Saved) -> None:
 
 
 def load(path: Path, kind: str, run: str) -> Saved:
-    """A checkpoint of this kind and run, or why there is none."""
+    """Read a checkpoint of this kind and run, or raise an error that says why it cannot be used."""
     with reading(path):
         with safetensors.safe_open(str(path), framework="pt") as file:
             about = file.metadata() or {}
             if about.pop("format", "") != kind:
-                raise RunError(f"{path} is not a fedprior checkpoint of the kind {kind}")
+                raise RunError(f"{path} is not a fedprior checkpoint of kind {kind}")
             tensors: Params = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.pop("checksum") != _checksum(tensors):
             raise RunError(f"{path} is damaged: its checksum does not match")
@@ -66,13 +66,13 @@ def load(path: Path, kind: str, run: str) -> Saved:
         number, seconds = int(about.pop("round")), float(about.pop("seconds"))
         found = Saved(about.pop("run"), number, seconds, about.pop("records"), tree, about)
     if found.run != run:
-        raise RunError(f"{path} belongs to another run than its config.toml says ({found.run})")
+        raise RunError(f"{path} does not belong to the run in its config.toml, but to {found.run}")
     return found
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What goes wrong in here is the file's fault."""
+    """Treat any failure in this block as a sign that the file is damaged."""
     try:
         yield
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError) as error:
@@ -81,17 +81,17 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """What goes wrong in here is that the file, which can be read, is of something else."""
+    """Treat any failure in this block as a sign that the file, though readable, belongs to something else."""
     try:
         yield
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} belongs to another model, algorithm or task than its config.toml says") from error
+        raise RunError(f"{path} does not match the model, algorithm or task in its config.toml") from error
 
 
 def like(model: Any, found: Any, device: torch.device | str = "cpu") -> Any:
-    """`found` where `model` is, and in its order: sums over parameters depend on that in the last bit.
+    """Move `found` to the device of `model` and put it in the same order, which affects the last bit of sums.
 
-    What only `found` has comes last, and to `device`: pruning adds sections to a server.
+    Entries that only `found` has come last and go to `device`: pruning adds sections to a server.
     """
     if isinstance(model, dict):
         added = {name: child for name, child in found.items() if name not in model}
@@ -103,27 +103,27 @@ def like(model: Any, found: Any, device: torch.device | str = "cpu") -> Any:
 
 
 def moments(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """An optimiser's, as `TreeOptimiser.state` has them: {section: {"exp_avg/fc.bias": value}}."""
+    """An optimiser's moments in the form of `TreeOptimiser.state`: {section: {"exp_avg/fc.bias": value}}."""
     return {section: dict(trees.leaves(of_section)) for section, of_section in tree.items()}
 
 
 def owned(tensors: Mapping[str, Tensor]) -> Params:
-    """Copies on the host: safetensors wants memory of its own for every tensor."""
+    """Copy tensors to the host: safetensors needs separate memory for every tensor."""
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file of nothing but tensors."""
+    """Write tensors, and nothing else, as the bytes of a safetensors file."""
     return safetensors.torch.save(owned(tensors))
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """The tree whose leaves were in such a file."""
+    """Rebuild the tree whose leaves such a file holds."""
     return _nested(safetensors.torch.load(data))
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `trees.leaves`: no name in a tree holds a slash, which `check_trainable` makes sure of."""
+    """Invert `trees.leaves`. No name contains a slash: `check_trainable` makes sure of that."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split("/")
@@ -135,7 +135,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(tensors: Params) -> str:
-    """CRC-32 of all tensors: safetensors has none of its own."""
+    """The CRC-32 of all tensors, because safetensors has no checksum."""
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(tensors[name].numpy().tobytes(), zlib.crc32(name.encode(), total))

@@ -1,4 +1,4 @@
-"""Nested dictionaries of tensors, the shape of every state and message in the library."""
+"""Nested dictionaries of tensors: the form of every state and message in the library."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 Params: TypeAlias = dict[str, Tensor]
-"""Tensors by name: a model's parameters, or one number a gate and layer."""
+"""Tensors by name: a model's parameters, or each layer's gates."""
 Gates: TypeAlias = dict[str, Tensor]
-"""Gate values or probabilities: layer name → one number a gate."""
+"""Gate values or probabilities: layer name → one number per gate."""
 Tree: TypeAlias = dict[str, Params]
 """Sections by name, each a dictionary of tensors: a server state, a client state, a message."""
 
@@ -25,7 +25,7 @@ def tree_map(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every leaf with its path, in order: `("weights/fc.bias", tensor)`."""
+    """Yield every leaf with its path, in order: `("weights/fc.bias", tensor)`."""
     if isinstance(tree, dict):
         for name, child in tree.items():
             yield from leaves(child, f"{prefix}/{name}" if prefix else name)
@@ -34,30 +34,30 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The layout in which CPU convolutions are fastest; the numbers stay where they are."""
+    """Use the memory layout in which CPU convolutions are fastest. The values do not change."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """`target.copy_(source)` for each, on a GPU in as few launches as there are kinds of tensors."""
+    """Do `target.copy_(source)` for each pair; on a GPU, with one launch per kind of tensor."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def clone(tree: Any) -> Any:
-    """The same numbers in memory of their own."""
+    """Copy a tree to new memory."""
     copies = tree_map(torch.empty_like, tree)
     copy_all([leaf for _, leaf in leaves(copies)], [leaf for _, leaf in leaves(tree)])
     return copies
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """One tree with a new leading dimension, one row a tree."""
+    """Stack trees along a new leading dimension, one row per tree."""
     return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 
 
 class Stack:
-    """`stack` for trees that come one by one, from any thread: each is copied to its row and can be forgotten."""
+    """`stack` for trees that arrive one by one, from any thread: each is copied to its row and then not needed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -78,5 +78,5 @@ def row(tree: Any, index: int) -> Any:
 
 
 def count(params: Params) -> int:
-    """How many numbers there are."""
+    """Count the numbers in all tensors."""
     return sum(leaf.numel() for leaf in params.values())

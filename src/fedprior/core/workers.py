@@ -1,7 +1,7 @@
-"""Clients side by side on the cores of a CPU: a thread a client, one core a thread.
+"""Train clients in parallel on a CPU: one thread per client, one core per thread.
 
-torch's own threads split each operation instead. The operations of one small client are too short for that, and on a
-busy machine its threads spend their time waiting for each other. `--set workers=1` goes back to torch's threads:
+torch's own threads split each operation instead. The operations of a small client are too short for that, and on a
+busy machine the threads spend their time waiting for each other. `--set workers=1` goes back to torch's threads:
 compare the seconds of two runs.
 """
 
@@ -22,7 +22,7 @@ Out = TypeVar("Out")
 
 
 class Workers:
-    """A pool of threads, each with a copy of the network to call (a module can serve one call at a time)."""
+    """A pool of threads, each with its own copy of the network: a module can serve only one call at a time."""
 
     def __init__(self, network: Network, count: int) -> None:
         self.count = count
@@ -32,7 +32,7 @@ class Workers:
         self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
     def map(self, fn: Callable[[Network, Item], Out], items: Iterable[Item]) -> list[Out]:
-        """`fn(network, item)` for every item, in order."""
+        """Return `fn(network, item)` for every item, in order."""
 
         def call(item: Item) -> Out:
             network = self.networks.get()
@@ -47,7 +47,7 @@ class Workers:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep torch from splitting operations, and leave its setting as it was."""
+    """Keep torch from splitting operations in this block; restore its setting afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Yogi (Zaheer et al. 2018), the server optimiser of FedYogi, which torch.optim lacks."""
+"""Yogi (Zaheer et al. 2018), the server optimiser of FedYogi. torch.optim lacks it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 class Yogi(torch.optim.Optimizer):
     """Adam with an additive second moment: v ← v − (1 − β₂) sign(v − g²) g², so that v never jumps.
 
-    Moments start at zero and are not corrected for it, as in Reddi et al. (2020), where eps (their τ) is large.
+    As in Reddi et al. (2020), moments start at zero without bias correction, and eps (their τ) is large.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class Yogi(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of descent."""
+        """Take one step of descent."""
         loss = closure() if closure else None
         for group in self.param_groups:
             first, second = group["betas"]
