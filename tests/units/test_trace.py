@@ -523,7 +523,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
     "module used twice": (
         Net(lambda s, x: s.c(F.relu(s.a(F.relu(s.a(x))))), a=nn.Linear(6, 6), c=nn.Linear(6, 2)),
         (6,),
-        ["module 'a'", "twice", "a module of its own"],
+        ["module 'a'", "twice", "use a separate module"],
     ),
     "control flow": (
         Net(lambda s, x: s.c(F.relu(s.a(x))) if x.sum() > 0 else s.c(s.a(x)), a=nn.Linear(6, 6), c=nn.Linear(6, 2)),
@@ -586,7 +586,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
     "linear layer over places": (
         nn.Sequential(nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Linear(6, 3)),
         (2, 8),
-        ["module '2' (Linear)", "another dimension", "ungated=0"],
+        ["module '2' (Linear)", "does not read the channel dimension", "ungated=0"],
     ),
     "concatenation": (
         Net(lambda s, x: s.c(torch.cat([s.a(x), s.b(x)], 1)), a=nn.Linear(4, 3), b=nn.Linear(4, 3), c=nn.Linear(6, 2)),

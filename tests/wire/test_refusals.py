@@ -115,7 +115,7 @@ def test_half_a_byte_behind_the_last_code_must_be_zero() -> None:
         if fine:
             assert decode(data, layout)["weights"]["w"].tolist() == [[0, 0, 0, 0, 1]]
         else:
-            with pytest.raises(WireError, match="bits behind"):
+            with pytest.raises(WireError, match="bits after"):
                 decode(data, layout)
 
 
@@ -171,7 +171,7 @@ def test_bits_of_the_first_byte_that_mean_nothing_are_refused() -> None:
 
 def test_bits_behind_the_codes_are_refused() -> None:
     for place in range(2, 8):
-        with pytest.raises(WireError, match="bits behind"):
+        with pytest.raises(WireError, match="bits after"):
             rice.decode(
                 table(0, "00" + "".join(str(int(i == place)) for i in range(2, 8))), np.ones(1, bool), 2, None, 7
             )

@@ -1,4 +1,4 @@
-"""Corrections of the local gradient. They are orthogonal to the prior and compose with each of them."""
+"""Corrections of the local gradient. They are independent of the prior and compose with any of them."""
 
 from fedprior.corrections.base import Correction
 from fedprior.corrections.scaffold import Scaffold

@@ -1,4 +1,4 @@
-"""A correction adds to the gradient of a client's weights, rides in the messages, and may remember each client."""
+"""A correction adds to the gradient of a client's weights, travels in messages, and may keep a memory per client."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from fedprior.core.trees import Gates, Params, Tree
 from fedprior.wire import Layout
 
 Support = Callable[[Gates], Params]
-"""From a message's gates to the weights that are part of its network: `Prior.support`."""
+"""Maps a message's gates to the weights that are part of its network: `Prior.support`."""
 
 
 class Correction:
-    """No correction. Subclasses override all of it."""
+    """No correction. Subclasses override every method."""
 
     def init(self, weights: Params) -> Tree:
-        """What the server keeps beside the prior's state."""
+        """What the server keeps in addition to the prior's state."""
         return {}
 
     def remember(self, weights: Params) -> Tree:
@@ -23,25 +23,25 @@ class Correction:
         return {}
 
     def broadcast(self, server: Tree) -> Tree:
-        """What is added to a packet."""
+        """What the correction adds to a packet."""
         return {}
 
     def direction(self, packet: Tree, memory: Tree, support: Params) -> Params:
-        """What is added to the gradient of the weights at every local step."""
+        """What the correction adds to the gradient of the weights at every local step."""
         return {}
 
     def conclude(self, start: Params, end: Params, packet: Tree, scale: Tensor) -> Tree:
-        """After local training: what is added to the upload. `scale` is the number of local steps times their size."""
+        """What it adds to the upload after local training. `scale` is the number of local steps times their size."""
         return {}
 
     def keep(self, memory: Tree, sent: Tree) -> Tree:
-        """The client's memory for its next turn, from what it really sent: server and client must not drift apart."""
+        """The client's memory for its next turn, from what it actually sent: server and client must not drift apart."""
         return memory
 
     def absorb(self, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None = None) -> Tree:
-        """The server's own update, from stacked uploads that count by `weight`, this fraction of all clients'."""
+        """Update the server from stacked uploads, weighted by `weight`, of this `fraction` of all clients."""
         return server
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:
-        """The layout of a message with the correction in it."""
+        """Add the correction to the layout of a message."""
         return layout

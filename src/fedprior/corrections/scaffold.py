@@ -4,11 +4,11 @@
     client        c_s⁺ = c_s − c + (w − φ*) / (K η),   sends c_s⁺ − c_s
     server        c ← c + Σ_s p_s (c_s⁺ − c_s),   p_s = 1/N, or n_s of all clients' examples
 
-c stays Σ_s p_s c_s: at the end of training all clients stand where it is zero, which is the minimum of the objective
+c stays Σ_s p_s c_s. At the end of training all clients stand where it is zero, which is the minimum of the objective
 that the M-step weighs by the same p_s.
 
-K η is how far K steps go down a slope of one, which is more where the local optimiser has momentum.
-The control variates travel with the weights and double the message.
+K η is how far K steps descend a slope of one; momentum in the local optimiser makes it larger.
+The control variates travel with the weights and double the size of a message.
 """
 
 from dataclasses import replace
@@ -21,9 +21,9 @@ from fedprior.corrections.base import Correction, Support
 from fedprior.wire import Layout, Section
 
 NEGLIGIBLE = 2.0**-16
-"""Of a tensor's largest number: a unit below is sent as zeros, where numbers are whole. What a unit that stayed
-silent sends should be zero; rounding leaves about ε |w| / (K η), which would have a scale and codes of its own. Nothing
-adds up: the next change is measured from the c_s that was kept."""
+"""When messages carry whole numbers, a unit below this share of its tensor's largest number is sent as zeros. A unit
+that stayed silent should send zero, but rounding leaves about ε |w| / (K η), which would need its own scale and codes.
+No error accumulates: the next change is measured from the c_s that was kept."""
 
 
 class Scaffold(Correction):
@@ -39,7 +39,7 @@ class Scaffold(Correction):
         return {"control": server["control"]}
 
     def direction(self, packet: Tree, memory: Tree, support: Params) -> Params:
-        """c − c_s, on the weights that the client was sent; it may remember others."""
+        """c − c_s, for the weights that the client received; its memory may hold others."""
         return {name: (c - memory["control"][name]) * support.get(name, 1.0) for name, c in packet["control"].items()}
 
     def conclude(self, start: Params, end: Params, packet: Tree, scale: Tensor) -> Tree:
@@ -47,7 +47,7 @@ class Scaffold(Correction):
         return {"control": change}
 
     def keep(self, memory: Tree, sent: Tree) -> Tree:
-        """c_s⁺ = c_s + what was sent, so that c stays the mean of all c_s where gates hold something back."""
+        """c_s⁺ = c_s + what was sent, so that c stays the mean of all c_s even if gates hold something back."""
         return {"control": {name: value + sent["control"][name] for name, value in memory["control"].items()}}
 
     def absorb(self, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None = None) -> Tree:

@@ -1,4 +1,4 @@
-"""Which parameters form a unit, what dies with it downstream, and so how large a pruned network is."""
+"""Which parameters form a unit, what dies with it downstream, and how large a pruned network therefore is."""
 
 from fedprior.units.gating import Gating
 from fedprior.units.structure import Layer, Reader, Structure

@@ -1,4 +1,4 @@
-"""Gates: which weights one switches, how strong a group is, and what survives when some are closed.
+"""Gates: which weights each one switches, how strong its group is, and what survives when some gates are closed.
 
 Every method is a pure function of tensors and works under `torch.func.vmap`.
 """
@@ -14,19 +14,19 @@ from fedprior.units.tables import lasting
 
 
 class Gating(ABC):
-    """A division of (some of) a model's parameters into groups, one gate a group, gates listed layer by layer.
+    """A division of (some of) a model's parameters into groups, with one gate per group, listed layer by layer.
 
     It knows nothing of probabilities or thresholds: those belong to the prior.
     """
 
     shapes: dict[str, tuple[int, ...]]
-    """Of every parameter, gated or not."""
+    """The shape of every parameter, gated or not."""
     gate_shapes: dict[str, tuple[int, ...]]
-    """Of the gates of every gated layer."""
+    """The shape of each gated layer's gates."""
     narrowed: tuple[str, ...] = ()
-    """Parameters of which other layers' gates take something away, beside those of their own."""
+    """Parameters from which other layers' gates, not only their own, remove entries."""
     wiring: str = ""
-    """What the gates remove, as text, where names and shapes do not say it."""
+    """Text that says what the gates remove, if names and shapes do not."""
 
     def __init__(self, floor: int) -> None:
         if floor < 1:
@@ -40,18 +40,18 @@ class Gating(ABC):
 
     @abstractmethod
     def joint_norms(self, params: Params) -> Tensor:
-        """The same, all layers in one vector."""
+        """The same, with all layers in one vector."""
 
     def strengths(self, params: Params) -> Gates:
-        """How much a group has to say; unlike its norm, the same when a network is rescaled without effect."""
+        """How much influence a group has. Unlike its norm, this ignores rescaling that has no effect on outputs."""
         return self.norms(params)
 
     def magnitudes(self, params: Params) -> Tensor:
-        """‖w_g‖₂ of each group's weights alone, without its bias and its norm's affine pair; without a gradient."""
+        """‖w_g‖₂ of each group's weights alone, without bias and affine pair of the norm, and without a gradient."""
         return self.joint_norms({name: value.detach() for name, value in params.items()})
 
     def join(self, gates: Gates) -> Tensor:
-        """The gates of all layers in one vector: arithmetic on one long vector costs less than on many short ones."""
+        """Join all layers' gates in one vector: arithmetic on one long vector is faster than on many short ones."""
         return torch.cat([gates[layer].reshape(-1) for layer in self.gate_shapes])
 
     def part(self, joint: Tensor) -> Gates:
@@ -60,7 +60,7 @@ class Gating(ABC):
         return {name: p.reshape(shape) for (name, shape), p in zip(self.gate_shapes.items(), pieces, strict=True)}
 
     def joint_sizes(self, like: Tensor) -> Tensor:
-        """How many parameters each gate switches, in one vector of the kind of `like`."""
+        """How many parameters each gate switches, in one vector with the type and device of `like`."""
         key = (like.dtype, like.device)
         if key not in self._sizes:
             sizes = self.sizes()
@@ -73,7 +73,7 @@ class Gating(ABC):
         return torch.Size(self.gate_shapes[layer]).numel()
 
     def can_narrow(self, layer: str) -> bool:
-        """Whether other layers' gates can take something away from the groups of this one."""
+        """Whether other layers' gates can remove parameters from this layer's groups."""
         return False
 
     @abstractmethod
@@ -82,25 +82,25 @@ class Gating(ABC):
 
     @abstractmethod
     def rows(self, gates: Gates) -> Params:
-        """For every gated parameter, broadcastable to it, the gate of the group it belongs to."""
+        """For every gated parameter, the gates of its groups, broadcastable to it."""
 
     @abstractmethod
     def apply(self, params: Params, gates: Gates) -> Params:
         """φ = w ⊙ z, each gate multiplying its own group."""
 
     def scale(self, params: Params, joint: Tensor) -> Params:
-        """The same with all gates in one vector."""
+        """The same, with all gates in one vector."""
         return self.apply(params, self.part(joint))
 
     @abstractmethod
     def mask(self, gates: Gates) -> Params:
-        """For every parameter, broadcastable to it: is it part of the network these gates leave?
+        """For every parameter, broadcastable to it: 1 if it is part of the network that these gates leave, else 0.
 
-        With probabilities instead of zeros and ones, the probability that it is, for independent gates.
+        With probabilities instead of zeros and ones, it is the probability of that, for independent gates.
         """
 
     def prune(self, params: Params, gates: Gates) -> Params:
-        """Set everything outside the network that the gates leave to zero."""
+        """Set to zero everything outside the network that the gates leave."""
         masks = self.mask(gates)
         return {name: value * masks[name].to(value.dtype) if name in masks else value for name, value in params.items()}
 
@@ -122,7 +122,7 @@ class Gating(ABC):
         return {layer: some.new_ones(shape) for layer, shape in self.gate_shapes.items()}
 
     def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
-        """Keep the `least` best-scored gates of a layer that would lose more; say in which layers that happened."""
+        """Open the `least` best-scored gates of any layer with fewer open gates; also say which layers those are."""
         kept, acted = {}, {}
         for layer, gate in gates.items():
             flat, score = gate.flatten(), scores[layer].flatten()

@@ -1,4 +1,4 @@
-"""What the tracer knows of torch's operations: which leave a silent channel silent, and in its place."""
+"""What the tracer knows about torch's operations: which ones keep a silent channel silent and in its place."""
 
 import operator
 from collections.abc import Callable
@@ -36,17 +36,17 @@ ALIASES |= {getattr(torch, name): name for name in ZERO_PRESERVING_NAMES if hasa
 
 
 def name_of(target: Any) -> str:
-    """A function's plain name; dispatchers such as max_pool2d's hide theirs, so those are looked up."""
+    """A function's plain name. Dispatchers such as max_pool2d hide theirs, so we look those up."""
     return ALIASES.get(target) or str(getattr(target, "__name__", target))
 
 
 def pooled(name: str) -> int:
-    """How many trailing dimensions an operation pools: 2 for `MaxPool2d` and `max_pool2d`, else 0."""
+    """How many trailing dimensions an operation pools: 2 for `MaxPool2d` and `max_pool2d`, 0 if it does not pool."""
     return int(name[-2]) if "pool" in name.lower() else 0
 
 
 def keeps_zero(operation: nn.Hardtanh | fx.Node) -> bool:
-    """Whether an operation's bounds, if it has any, let a zero through."""
+    """Whether an operation's bounds, if any, let a zero through."""
     if isinstance(operation, nn.Hardtanh):
         return operation.min_val <= 0 <= operation.max_val
     low, high = operation.kwargs.get("min_val", 0), operation.kwargs.get("max_val", 0)

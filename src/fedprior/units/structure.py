@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A gated layer: gate j switches row j of each of `parameters`, or with `axis` 1 column j of its only one."""
+    """A gated layer: gate j switches row j of each of its `parameters`; if `axis` is 1, column j of its only one."""
 
     name: str
     size: int
@@ -13,7 +13,7 @@ class Layer:
     kind: str
     """`conv` or `linear`."""
     axis: int = 0
-    """0: a gate is a unit of the layer's output; 1: of its input."""
+    """0 if gates are on the layer's outputs, 1 if they are on its inputs."""
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ class Structure:
     input_layers: tuple[str, ...]
     output_layers: tuple[str, ...]
     owned: dict[str, tuple[str, ...]]
-    """What a unit of each source has a row of, whether or not it has a gate of its own. Sources with a norm are left
-    out: a unit that nobody reads is still part of its neighbours' statistics."""
+    """The parameters in which a unit of each source has a row, with or without a gate of its own. Sources with a norm
+    are left out: even a unit that nothing reads is part of its neighbours' statistics."""

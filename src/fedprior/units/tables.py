@@ -1,6 +1,6 @@
-"""Where the gates of a structure stand in one vector: with these tables, all layers are looked up at once.
+"""The positions of a structure's gates in one vector. With these tables, one lookup serves all layers.
 
-Many short operations on one layer after the other cost more on a GPU than what they compute.
+On a GPU, launching many short operations, layer by layer, costs more than the work they do.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from fedprior.units.structure import Reader, Structure
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """What is made inside is a tensor for later, too.
+    """Make tensors in this block that stay usable afterwards.
 
-    Made within `torch.func.grad` it would be a wrapper that nobody can copy afterwards, and within inference mode one
-    that no gradient may meet.
+    Within `torch.func.grad` they would be wrappers that cannot be copied later, and within inference mode they could
+    not take part in gradients.
     """
     with torch._C._DisableFuncTorch(), torch.inference_mode(False):
         yield
@@ -32,22 +32,22 @@ class Tables:
         first = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
         gated = {layer.name for layer in structure.layers if layer.axis == 0}
         self.readers: list[Reader] = [r for r in structure.readers if gated.issuperset(r.sources)]
-        """Those that hear nothing once all their sources' gates are closed."""
+        """The readers that receive nothing once all their sources' gates are closed."""
         self.columns = [max(sizes[source] for source in reader.sources) for reader in self.readers]
         """How many channels each of them reads."""
         heard = torch.full((sum(self.columns), max((len(r.sources) for r in self.readers), default=0)), -1)
         for reader, size, start in zip(self.readers, self.columns, accumulate([0, *self.columns]), strict=False):
             for i, source in enumerate(reader.sources):
-                # One channel that is added to many is heard in each.
+                # A single channel that is added to many reaches each of them.
                 heard[start : start + size, i] = first[source] + torch.arange(size).clamp(max=sizes[source] - 1)
         layers = torch.full((len(sizes), max(sizes.values(), default=0)), -1)
         for line, (name, size) in zip(layers, sizes.items(), strict=True):
             line[:size] = torch.arange(first[name], first[name] + size)
         self._constants = {
-            # Channel by channel of all readers, the places of the gates that it hears; some hear fewer than others.
+            # For each channel of all readers, the positions of the gates that feed it; some have fewer than others.
             "heard": heard.clamp(min=0),
             "unheard": heard < 0,
-            # Layer by layer the places of its gates, the way back, and how many must stay open.
+            # For each layer, the positions of its gates, the inverse map, and how many gates must stay open.
             "gates": layers.clamp(min=0),
             "absent": layers < 0,
             "back": (layers.flatten() >= 0).nonzero()[:, 0],
@@ -56,7 +56,7 @@ class Tables:
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
     def on(self, name: str, device: torch.device) -> Tensor:
-        """A table on a device, copied there once: a captured CUDA graph can copy nothing."""
+        """A table on a device, copied there once: a captured CUDA graph cannot copy from the host."""
         key = (name, device)
         if key not in self._copies:
             with lasting():

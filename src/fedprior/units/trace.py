@@ -1,8 +1,8 @@
-"""Find a network's units, and who reads them, by tracing it with torch.fx.
+"""Find a network's units, and the weights that read them, by tracing it with torch.fx.
 
 A *unit* is a convolution's filter or a linear layer's neuron: its row of the weight, its bias, and the affine pair of
 the norm that follows. The output of a layer is a *wire* of channels. Each channel remembers which gated layers feed it
-(several after a residual addition) so that the layer at the other end knows which of its columns nobody feeds once
+(several after a residual addition), so that the layer at the other end knows which of its columns receive nothing once
 those units are closed.
 """
 
@@ -32,18 +32,18 @@ def find_structure(
 ) -> Structure:
     """The units of `model`, for inputs shaped like `example` (one input, without the batch dimension).
 
-    The layers that feed the output are not gated unless `gate_output`; neither are those named in `ungated`, nor those
-    that are frozen. Linear layers have gates on their outputs or, as in Louizos et al. (2018), on their inputs.
+    The layers that feed the output have no gates unless `gate_output` is set. Frozen layers and those named in
+    `ungated` have none either. Linear layers have gates on their outputs or, as in Louizos et al. (2018), their inputs.
     """
     if linear_gates not in LINEAR_GATES:
         raise SettingError(f"linear_gates must be {' or '.join(LINEAR_GATES)}, got {linear_gates!r}")
     by_inputs = linear_gates == "inputs"
-    # By their inputs, the output layer's gates belong to what it reads: its own rows are the classes.
+    # With gates on inputs, those of the output layer belong to what it reads: its own rows are the classes.
     found = find_wires(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)
     layers = _by_inputs(found, model, gate_output, frozenset(ungated)) if by_inputs else tuple(found.layers.values())
     if not layers:
         raise ModelError(
-            "the model has no hidden units to gate: every layer feeds the output or is left without gates. "
+            "the model has no hidden units to gate: every layer feeds the output or is excluded from gating. "
             "Gate the output (gate_output=true), or use weight-wise gates (structured=false)"
         )
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -56,7 +56,7 @@ def find_structure(
 
 
 def _by_inputs(found: "Wires", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:
-    """The convolutions by their outputs, the linear layers by their inputs."""
+    """Gate convolutions by their outputs and linear layers by their inputs."""
     excluded = ungated | (frozenset() if gate_output else found.outputs)
     layers = [layer for layer in found.layers.values() if layer.kind == "conv"]
     for name in found.linear:
@@ -76,15 +76,15 @@ class Wires(NamedTuple):
     layers: dict[str, Layer]
     readers: tuple[Reader, ...]
     linear: tuple[str, ...]
-    """The linear layers with a trainable weight of their own."""
+    """The linear layers with a trainable weight that they do not share."""
     inputs: frozenset[str]
-    """The layers that read the input, and no other layer."""
+    """The layers that read only the network's input."""
     outputs: frozenset[str]
     """The layers that feed the output."""
 
 
 def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Wires:
-    """The same as `find_structure`, operation by operation."""
+    """Like `find_structure`, but with a result for every operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
     named = frozenset(ungated)
@@ -96,7 +96,7 @@ def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     own = _own_parameters(model, graph)
     frozen = {name for name in known if any(not p.requires_grad for p in model.get_submodule(name).parameters())}
     fixed = named | frozen
-    # The first walk asks only which layers reach the output; what it cannot read is none of its business.
+    # The first walk only asks which layers reach the output, so it may skip what it cannot analyse.
     outputs = Walk(graph, own, fixed, lenient=True).run().output
     excluded = fixed | (frozenset() if gate_output else outputs)
     walk = Walk(graph, own, excluded, lenient=False).run()
@@ -125,9 +125,9 @@ def _trace(model: nn.Module, example: Tensor) -> Shapes:
 
 
 def _own_parameters(model: nn.Module, graph: Shapes) -> frozenset[str]:
-    """The trainable parameters that one module reads and nothing else does, so that a row may be set to zero."""
+    """The trainable parameters that exactly one module reads, so that a row may be set to zero."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    # A leaf module's parameters do not appear in the graph; one that does is read by the forward function itself.
+    # A leaf module's parameters do not appear in the graph. One that does is read by the forward function itself.
     read = {str(node.target) for node in graph.module.graph.nodes if node.op == "get_attr"}  # type: ignore[union-attr]
     single = {name for name, p in model.named_parameters() if p.requires_grad and uses[id(p)] == 1}
     return frozenset(single - read)

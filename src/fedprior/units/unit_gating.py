@@ -1,4 +1,4 @@
-"""One gate a unit, a filter or neuron."""
+"""One gate per unit: a filter or a neuron."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fedprior.units.tables import Tables
 
 
 class UnitGating(Gating):
-    """One gate a unit: a filter or neuron, and with it the columns that read it downstream."""
+    """One gate per unit: a filter or neuron together with the columns that read it downstream."""
 
     def __init__(self, structure: Structure, *, floor: int = 1) -> None:
         super().__init__(floor)
@@ -28,7 +28,7 @@ class UnitGating(Gating):
         self.fused = self._fused(structure)
 
     def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
-        """The layers as the GPU's kernels take them; None: some have another form."""
+        """The layers in the form that the GPU kernels take, or None if some have another form."""
         for layer in structure.layers:
             ranks = [len(self.shapes[name]) for name in layer.parameters]
             if layer.axis != 0 or len(ranks) > gate_kernels.MOST or any(rank > 1 for rank in ranks[1:]):
@@ -86,7 +86,7 @@ class UnitGating(Gating):
             for source in reader.sources:
                 if self.axes.get(source) == 0:
                     read = squares.unflatten(0, (-1, reader.repeat)).sum(1)
-                    # A single channel that is added to many is read wherever they are.
+                    # A single channel that is added to many is read wherever those are.
                     read = read.sum(0, keepdim=True) if self.gate_shapes[source] == (1,) else read
                     heard[source] = heard.get(source, 0.0) + read
         norms = self.norms(params)
@@ -109,7 +109,7 @@ class UnitGating(Gating):
         }
 
     def _along(self, values: Tensor, parameter: str, axis: int) -> Tensor:
-        """Values for the rows (axis 0) or columns (axis 1) of a parameter, broadcastable to it."""
+        """Reshape values for the rows (axis 0) or columns (axis 1) of a parameter, to broadcast to it."""
         rank = len(self.shapes[parameter])
         return values.reshape(*[1] * axis, -1, *[1] * (rank - 1 - axis))
 
@@ -126,7 +126,7 @@ class UnitGating(Gating):
 
         for source, values in self._heard(
             gates
-        ).items():  # a unit that nobody reads is gone, though its own gate be open
+        ).items():  # a unit that nothing reads is gone, even if its own gate is open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
         for reader, values in self._columns(self.join(gates)):
@@ -134,7 +134,7 @@ class UnitGating(Gating):
         return masks
 
     def _columns(self, joint: Tensor) -> list[tuple[Reader, Tensor]]:
-        """For every reader that can fall silent, all at once: is a column heard from any of its sources?"""
+        """For every reader that can fall silent, all at once: whether any source still feeds each column."""
         if not self.tables.readers:
             return []
         closed = 1 - joint
@@ -147,7 +147,7 @@ class UnitGating(Gating):
         ]
 
     def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
-        """As in the base class, all layers at once."""
+        """As in the base class, but for all layers at once."""
         joint, scored = self.join(gates), self.join(scores)
         places, absent, back, least = (
             self.tables.on(name, joint.device) for name in ("gates", "absent", "back", "least")
@@ -160,7 +160,7 @@ class UnitGating(Gating):
         return self.part(kept), {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
 
     def _heard(self, gates: Gates) -> Gates:
-        """Of each source all of whose readers have gates on their inputs: is a unit read through any of them?"""
+        """For each source whose readers all have gates on their inputs: whether any of them reads each unit."""
         deaf: Gates = {}
         for source, layer, repeat in self.listeners:
             deaf[source] = deaf.get(source, 1.0) * (1 - gates[layer].reshape(-1, repeat)).prod(1)
@@ -168,7 +168,7 @@ class UnitGating(Gating):
 
 
 def _listeners(structure: Structure) -> list[tuple[str, str, int]]:
-    """Sources all of whose readers have gates on their inputs, with each such reader's layer and repeat."""
+    """The sources whose readers all have gates on their inputs, with each such reader's layer and repeat."""
     on_inputs = {layer.name for layer in structure.layers if layer.axis == 1}
     pairs = [(s, r.parameter.removesuffix(".weight"), r.repeat) for r in structure.readers for s in r.sources]
     loud = {source for source, layer, _ in pairs if layer not in on_inputs or source not in structure.owned}

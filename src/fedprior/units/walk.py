@@ -1,4 +1,4 @@
-"""One pass over a traced network, operation by operation: which gated layers feed each channel, and who reads them."""
+"""Walk over a traced network, operation by operation: which gated layers feed each channel, and what reads them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from fedprior.units.structure import Layer, Reader
 
 @dataclass(frozen=True)
 class Wire:
-    """A tensor's channels. No sources: at least one ungated contribution, so no channel ever falls silent."""
+    """A tensor's channels. Without sources, something ungated contributes, so no channel ever falls silent."""
 
     sources: frozenset[str] = frozenset()
     axis: int = 1
@@ -40,7 +40,7 @@ class Shapes(fx.Interpreter):
         super().__init__(graph)
         self.shapes: dict[fx.Node, tuple[int, ...] | None] = {}
         self.containers: set[fx.Node] = set()
-        """Values that are not a tensor but hold some: what `chunk` or a recurrent layer returns."""
+        """Values that are not tensors but contain some, such as the result of `chunk` or of a recurrent layer."""
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -66,7 +66,7 @@ class Walk:
         self.seen: set[str] = set()
         self.linear: list[str] = []
         self.fed: set[str] = set()
-        """The layers that read another's units."""
+        """The layers that read another layer's units."""
 
     def run(self) -> "Walk":
         for node in self.graph.module.graph.nodes:  # type: ignore[union-attr]  # an Interpreter's module is a GraphModule
@@ -92,9 +92,7 @@ class Walk:
         name, module = str(node.target), self.modules[str(node.target)]
         if any(True for _ in module.parameters()):
             if name in self.seen and not self.lenient:
-                raise ModelError(
-                    f"module {name!r} is used twice in the forward pass; give each use a module of its own"
-                )
+                raise ModelError(f"module {name!r} is used twice in the forward pass; use a separate module each time")
             self.seen.add(name)
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
             return self._layer(node, name, module, wire)
@@ -123,7 +121,7 @@ class Walk:
             if isinstance(module, CONVOLUTIONS) and module.groups != 1:
                 self._unknown(f"{what}, a grouped convolution,", [wire])
             if wire.axis != axis:
-                self._unknown(f"{what}, which reads another dimension than the channels,", [wire])
+                self._unknown(f"{what}, which does not read the channel dimension,", [wire])
             if f"{name}.weight" in self.own:
                 self.readers.append(Reader(f"{name}.weight", tuple(sorted(wire.sources)), wire.repeat))
         if name in self.excluded:
@@ -133,7 +131,7 @@ class Walk:
             if parameter not in self.own and not self.lenient:
                 raise ModelError(
                     f"{what} shares {parameter!r} with other code or computes it from other parameters; "
-                    f"give it a parameter of its own, or leave it without gates (ungated={name})"
+                    f"give it its own parameter, or leave it without gates (ungated={name})"
                 )
         self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind)
         return Wire(frozenset([name]), axis)
@@ -144,18 +142,18 @@ class Walk:
             return self._unknown(f"{what}, which normalises several layers' outputs at once,", [wire])
         affine = [f"{name}.{part}" for part in ("weight", "bias") if getattr(module, part, None) is not None]
         if not affine and (not isinstance(module, INSTANCE_NORMS) or module.track_running_stats):
-            # Without its affine pair a norm shifts a silent channel by the mean of the others, or by a running mean.
+            # A norm without an affine pair shifts a silent channel by the mean of the others, or by a running mean.
             return self._unknown(f"{what} without affine parameters", [wire])
         if any(parameter not in self.own for parameter in affine):
             return self._unknown(f"{what}, whose parameters are frozen or shared,", [wire])
         rank = len(self._shape(node))
         first = rank - len(module.normalized_shape) if isinstance(module, nn.LayerNorm) else 1
         if wire.axis != first:
-            return self._unknown(f"{what}, which normalises another dimension than the channels,", [wire])
+            return self._unknown(f"{what}, which does not normalise the channel dimension,", [wire])
         (source,) = wire.sources
         layer = self.layers[source]
         if any(getattr(module, part.rsplit(".", 1)[1]).shape[0] != layer.size for part in affine):
-            return self._unknown(f"{what}, which does not have one scale a channel,", [wire])
+            return self._unknown(f"{what}, which does not have one scale per channel,", [wire])
         self.layers[source] = replace(layer, parameters=(*layer.parameters, *affine))
         return wire
 
@@ -187,13 +185,13 @@ class Walk:
         return replace(a, sources=a.sources | b.sources)
 
     def _moved(self, node: fx.Node, wire: Wire, what: str, pooled: int) -> Wire:
-        """The channels stay where they are, unless the last `pooled` dimensions are pooled and they are among them."""
+        """The channels stay in place, unless they are among the last `pooled` dimensions, which are pooled."""
         if wire.axis < len(self._shape(node)) - pooled:
             return wire
         return self._unknown(f"{what}, which mixes the channels,", [wire])
 
     def _mean(self, node: fx.Node, wire: Wire) -> Wire:
-        """A mean over other dimensions than the channels'; those before it may vanish."""
+        """A mean over dimensions other than the channels. Dimensions before them may vanish."""
         before, after = self._shape(self._tensors(node)[0]), self._shape(node)
         given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
         dims = given if isinstance(given, (tuple, list)) else [given]

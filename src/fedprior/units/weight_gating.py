@@ -1,4 +1,4 @@
-"""One gate a weight."""
+"""One gate per weight."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from fedprior.units.gating import Gating
 
 
 class WeightGating(Gating):
-    """One gate a weight, for weights of two dimensions or more. Works for any model; nothing dies downstream.
+    """One gate per weight, for weights with two or more dimensions. Works for any model; nothing dies downstream.
 
     Biases and norms stay dense: they are few, and a norm's bias starts at zero, below any threshold.
     """
@@ -18,7 +18,7 @@ class WeightGating(Gating):
         self.shapes = shapes
         self.gate_shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         if not self.gate_shapes:
-            raise ModelError("the model has no weights of two dimensions or more, so there is nothing to gate")
+            raise ModelError("the model has no weights with two or more dimensions, so there is nothing to gate")
 
     def joint_norms(self, params: Params) -> Tensor:
         return self.join(params).abs()

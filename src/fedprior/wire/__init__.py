@@ -1,4 +1,4 @@
-"""Messages as bytes: what is encoded is what is counted."""
+"""Messages as bytes. What is counted is what is encoded."""
 
 from fedprior.wire.codec import HEADER_BYTES, count_bytes, decode, encode, message_bytes
 from fedprior.wire.layout import Layout, Section

@@ -1,11 +1,11 @@
 """Encode and decode one message.
 
     header   magic "FEDP", version, precision, flags, a spare byte, fingerprint of the layout, round, CRC-32 of the rest
-    bitmap   one bit a gate, padded to a byte
+    bitmap   one bit per gate, padded to a byte
     values   the surviving entries of every section, little-endian, in the layout's order
 
-A rounded message (`quantise.py`) has before a section's whole numbers their scales. With the flag `CODED` set, whole
-numbers are in a code of variable length (`rice.py`). Otherwise layout and bitmap determine the length, and a message of
+In a rounded message (`quantise.py`), the scales precede a section's whole numbers. If the flag `CODED` is set, whole
+numbers have a code of variable length (`rice.py`). Otherwise layout and bitmap determine the length, and a message of
 any other length is refused before anything is allocated for it. Nothing is ever unpickled.
 """
 
@@ -36,13 +36,13 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype("<f4"),
     torch.float64: np.dtype("<f8"),
     torch.float16: np.dtype("<f2"),
-    torch.bfloat16: np.dtype("<i2"),  # NumPy has none: as its bits
+    torch.bfloat16: np.dtype("<i2"),  # NumPy has no bfloat16, so we store its bits
     torch.int8: np.dtype("<i1"),
 }
 
 
 def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
-    """The bytes of a message as it travels. Sections that the layout does not name stay at home."""
+    """Encode a message as bytes. Sections that the layout does not name are not sent."""
     gates = message.get("gates", {}) if layout.gates else {}
     bitmap = _pack(gates, layout)
     plain, coded = [bitmap], [bitmap]
@@ -57,7 +57,7 @@ def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
 
 
 def decode(data: bytes, layout: Layout, round_number: int | None = None, device: torch.device | str = "cpu") -> Tree:
-    """The message in `data`; what was not sent is zero. Raises WireError, and only that, for anything else."""
+    """Decode the message in `data`; what was not sent is zero. Anything invalid raises a WireError, and only that."""
     body, flags = _check(data, layout, round_number)
     gates = _unpack(body, layout)
     parts = list(parts_of(layout, gates))
@@ -90,7 +90,7 @@ def message_bytes(message: Tree, layout: Layout) -> int:
 
 
 def count_bytes(message: Tree, layout: Layout) -> Tensor:
-    """The same as a tensor: it can be stacked over clients, and nobody waits for it."""
+    """The same as a tensor, which can be stacked over clients without waiting for the device."""
     gates = message.get("gates", {}) if layout.gates else {}
     if layout.precision in (None, "float32"):
         return _count_plain(message, gates, layout)
@@ -111,13 +111,13 @@ def count_bytes(message: Tree, layout: Layout) -> Tensor:
 
 
 def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
-    """Of a message in the layout's own precision, in few operations."""
+    """Count a message in the layout's own precision, in few operations."""
     fixed, masked = 0, dict[int, list[Tensor]]()
     for section in layout.sections.values():
         masks = section.mask(gates) if section.mask else {}
         for key, shape in section.shapes.items():
             size = torch.Size(shape).numel()
-            if key in masks:  # by how often each of its entries counts: few long sums instead of many short ones
+            if key in masks:  # grouped by how often an entry counts: few long sums, not many short ones
                 masked.setdefault(size // max(masks[key].numel(), 1), []).append(masks[key].reshape(-1))
             else:
                 fixed += size
@@ -128,7 +128,7 @@ def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
 
 
 def _variable(layout: Layout, written: Format) -> bool:
-    """Whether a format's numbers may have a code of variable length."""
+    """Whether a format's numbers may be in a code of variable length."""
     return layout.entropy and written.levels > 0
 
 
@@ -136,12 +136,12 @@ def _surviving(message: Tree, part: Part) -> Tensor:
     """The entries of a tensor that travel, one after the other."""
     tensor = message[part.section][part.name]
     if tuple(tensor.shape) != part.shape:
-        raise WireError(f"{part.section}/{part.name} has shape {tuple(tensor.shape)}, the layout says {part.shape}")
+        raise WireError(f"{part.section}/{part.name} has shape {tuple(tensor.shape)}, but the layout has {part.shape}")
     return tensor.reshape(-1) if part.mask is None else tensor[part.mask.expand(part.shape)]
 
 
 def _write(flat: Tensor, written: Format, layout: Layout) -> bytes:
-    """Numbers of one format as bytes."""
+    """Write numbers of one format as bytes."""
     flat = flat.to(written.dtype or layout.dtype).cpu()
     if flat.is_floating_point() and not bool(flat.isfinite().all()):
         raise WireError("a message to be sent holds numbers that are not finite")
@@ -154,7 +154,7 @@ def _write(flat: Tensor, written: Format, layout: Layout) -> bytes:
 
 
 def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, memoryview]:
-    """The inverse: the numbers of some tensors of one format, and what follows them."""
+    """The inverse: read the numbers of some tensors of one format; also return the rest."""
     written, count = parts[0].written, sum(int(part.count) for part in parts)
     dtype = written.dtype or layout.dtype
     size = size_of(count, written, layout)
@@ -164,7 +164,7 @@ def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, 
         pairs = np.frombuffer(data[:size], np.uint8)
         both = np.stack([pairs << 4, pairs & 240], 1).reshape(-1).view(np.int8) >> 4
         if both[count:].any():
-            raise WireError("message has bits behind its codes")
+            raise WireError("message has bits after its codes")
         flat = torch.from_numpy(both[:count].copy())
     else:
         kind = _NUMPY[dtype]
@@ -179,14 +179,14 @@ def _read(data: memoryview, parts: list[Part], layout: Layout) -> tuple[Tensor, 
 
 
 def _table(message: Tree, part: Part) -> bytes:
-    """One tensor's codes in a code of variable length."""
+    """Write one tensor's codes in a code of variable length."""
     codes, rows, mask = table_of(message, part)
     written = rows[:, None].expand(codes.shape) if mask is None else mask & rows[:, None]
     return rice.encode(codes.cpu().numpy(), written.cpu().numpy(), part.written.levels)
 
 
 def _read_table(data: memoryview, part: Part, scales: Tensor) -> tuple[Tensor, memoryview]:
-    """The inverse, and what follows."""
+    """The inverse; also return the rest."""
     rows = scales.reshape(-1).cpu() > 0
     columns = torch.Size(part.shape).numel() // max(len(rows), 1)
     mask = None if part.mask is None else part.mask.expand(part.shape).reshape(len(rows), columns).numpy()
@@ -195,7 +195,7 @@ def _read_table(data: memoryview, part: Part, scales: Tensor) -> tuple[Tensor, m
 
 
 def _check_scales(scales: Tensor, levels: int) -> None:
-    """What they stand for must be finite too."""
+    """Check scales: the numbers that they produce must be finite too."""
     if bool((scales < 0).any()):
         raise WireError("message holds scales that are negative")
     if not bool((scales * levels).isfinite().all()):
@@ -203,7 +203,7 @@ def _check_scales(scales: Tensor, levels: int) -> None:
 
 
 def _check_length(data: bytes, rest: memoryview, parts: list[Part], layout: Layout) -> None:
-    """Without codes of variable length, layout and gates say how long a message is."""
+    """Check a message without codes of variable length: layout and gates determine its length."""
     size = 0
     for written, group in groupby(parts, lambda part: part.written):
         size += size_of(sum(int(part.count) for part in group), written, layout)
@@ -223,14 +223,14 @@ def _header(layout: Layout, flags: int, round_number: int, body: bytes) -> bytes
 
 
 def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memoryview, int]:
-    """The body and the flags of a message whose header is as it should be."""
+    """Check a message's header; return its body and flags."""
     if len(data) < HEADER_BYTES:
         raise WireError(f"message of {len(data)} bytes is shorter than a header")
     magic, version, precision, flags, fingerprint, number, checksum = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise WireError("not a fedprior message")
     if version != VERSION:
-        raise WireError(f"message of format version {version}, this is version {VERSION}")
+        raise WireError(f"message has format version {version}, but this is version {VERSION}")
     if fingerprint != layout.fingerprint or precision != _precision(layout):
         raise WireError("message is for another model, algorithm or direction")
     known = CODED if any(format_of(layout, name).levels for name in layout.sections) else 0
@@ -240,7 +240,7 @@ def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memor
     if zlib.crc32(body, zlib.crc32(data[: HEADER_BYTES - 4])) != checksum:
         raise WireError("message was damaged on the way: its checksum does not match")
     if round_number is not None and number != round_number:
-        raise WireError(f"message is of round {number}, expected {round_number}")
+        raise WireError(f"message is from round {number}, expected round {round_number}")
     return body, flags
 
 

@@ -1,4 +1,4 @@
-"""What a message of one direction holds. Both ends derive it from the model, so it never travels."""
+"""What a message in one direction holds. Both ends derive it from the model, so it is never sent."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from fedprior.core.trees import Gates, Params
 
 @dataclass(frozen=True)
 class Section:
-    """A dictionary of tensors in a message; with a mask, only what the message's own gates leave is sent."""
+    """A dictionary of tensors in a message. With a mask, only what the message's own gates leave is sent."""
 
     shapes: dict[str, tuple[int, ...]]
     mask: Callable[[Gates], Params] | None = None
     relative: bool = True
-    """Whether an upload's numbers can be sent as differences to those that the packet has under the same name."""
+    """Whether an upload can send its numbers as differences from those of the same name in the packet."""
     precision: str | None = None
-    """What this section is rounded to where messages are rounded, if not to what the others are."""
+    """The precision of this section in rounded messages, if it differs from the others'."""
     models: int = 0
     """How many leading dimensions count models, not units: a mixture's packet has one."""
     negligible: float = 0.0
-    """A unit whose numbers are all below this share of its tensor's largest is sent as zeros, in whole numbers."""
+    """In whole numbers, a unit with all numbers below this share of its tensor's largest is sent as zeros."""
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the scales of a rounded tensor: one a unit (row), or one for a tensor that has no more than one dimension.
+        """The shape of a rounded tensor's scales: one per unit (row), or one in all if it has at most one dimension.
 
         >>> Section({}).scale_shape((8, 3, 5, 5)), Section({}).scale_shape((8,))
         ((8, 1, 1, 1), (1,))
@@ -47,14 +47,14 @@ class Layout:
     wiring: str = ""
     """Which entries a gate removes, as text: part of the fingerprint as well."""
     precision: str | None = None
-    """What numbers are rounded to (`float16`, `bfloat16`, `int8`, `int4`); in an upload `float32` means differences
-    that are not rounded. None: numbers travel as they are."""
+    """What numbers are rounded to (`float16`, `bfloat16`, `int8`, `int4`); in an upload, `float32` means differences
+    without rounding. If None, numbers are sent as they are."""
     entropy: bool = False
-    """Whether whole numbers are written in a code of variable length, where that makes a message shorter."""
+    """Whether whole numbers use a code of variable length when that makes a message shorter."""
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Eight bytes that differ when the model's structure, the sections, the direction or the precision differ."""
+        """Eight bytes that depend on the model's structure, the sections, the direction and the precision."""
         text = [
             self.direction,
             self.wiring,

@@ -1,4 +1,4 @@
-"""What a message is made of, tensor by tensor: what travels of each, how it is written, how many bytes that takes."""
+"""The parts of a message, tensor by tensor: which entries travel, how they are written, how many bytes they take."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Part:
     name: str
     shape: tuple[int, ...]
     mask: Tensor | None
-    """Which entries travel, broadcastable to the shape; None: all."""
+    """Which entries travel, broadcastable to the shape; None if all do."""
     written: Format
 
     @cached_property
@@ -33,7 +33,7 @@ class Part:
 
 
 def parts_of(layout: Layout, gates: Gates) -> Iterator[Part]:
-    """Everything that travels beside the bitmap, in order."""
+    """Everything that travels besides the bitmap, in order."""
     for name, section in layout.sections.items():
         written = format_of(layout, name)
         masks = {key: mask > 0 for key, mask in section.mask(gates).items()} if section.mask else {}
@@ -62,7 +62,7 @@ def _units(mask: Tensor | None, scales: tuple[int, ...], shape: tuple[int, ...])
 
 
 def table_of(message: Tree, part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as a table with a row a unit, and where they are written: in rows that have a scale, where they travel."""
+    """Codes as a table with one row per unit, the rows that are written (those with a scale), and the mask."""
     codes, scales = message[part.section][part.name], message[part.section + SCALES][part.name]
     table = (scales.numel(), codes.numel() // max(scales.numel(), 1))
     mask = None if part.mask is None else part.mask.expand(part.shape).reshape(table)
@@ -70,6 +70,6 @@ def table_of(message: Tree, part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def size_of(count: Any, written: Format, layout: Layout) -> Any:
-    """Bytes that so many numbers of a format take, each with its full width."""
+    """How many bytes `count` numbers of a format take at full width."""
     width = written.width(layout.dtype)
     return count * (width // 8) if width % 8 == 0 else (count * width + 7) // 8

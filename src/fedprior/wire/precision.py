@@ -13,20 +13,20 @@ class Format:
     """One way to write a number."""
 
     code: int
-    """In a message's header."""
+    """Its number in a message's header."""
     dtype: torch.dtype | None = None
-    """Of the numbers in memory; None: the model's own."""
+    """The type of the numbers in memory; None for the model's own."""
     bits: int = 0
-    """On the wire, where that is not the dtype's own size."""
+    """The width on the wire, if it differs from the dtype's size."""
     levels: int = 0
-    """Whole numbers run from −levels to levels, times a scale that is sent once a unit; 0: no whole numbers."""
+    """Whole numbers run from −levels to levels, times a scale that is sent once per unit; 0 if not whole."""
     digits: int = 0
-    """Binary digits of a floating-point number, its hidden one included."""
+    """The binary digits of a floating-point number, including the hidden one."""
     lowest: int = 0
-    """The exponent (of a fraction between ½ and 1) below which there are fewer digits."""
+    """The exponent (of a fraction between ½ and 1) below which digits are lost."""
 
     def width(self, own: torch.dtype) -> int:
-        """Bits a number."""
+        """Bits per number."""
         return self.bits or 8 * (self.dtype or own).itemsize
 
 
@@ -34,7 +34,7 @@ FULL = Format(0)
 FORMATS = {
     "float32": FULL,
     "float16": Format(2, torch.float16, digits=11, lowest=-13),
-    # bfloat16 goes as low as float32 does; steps smaller than the smallest normal float32 are no use.
+    # bfloat16 goes as low as float32; steps below the smallest normal float32 are useless.
     "bfloat16": Format(3, torch.bfloat16, digits=8, lowest=-118),
     "int8": Format(4, torch.int8, levels=127),
     "int4": Format(5, torch.int8, bits=4, levels=7),
@@ -48,11 +48,11 @@ class Wire:
     down: str = "float32"
     up: str = "float32"
     entropy: bool = True
-    """Whether whole numbers are written in a code of variable length, where that makes a message shorter."""
+    """Whether whole numbers use a code of variable length when that makes a message shorter."""
 
     @classmethod
     def of(cls, text: str, entropy: bool = True) -> "Wire":
-        """From `int4`, for both directions, or `int8/int4`, for down and up.
+        """Read `int4`, for both directions, or `int8/int4`, for down and up.
 
         >>> Wire.of("int8/int4").up
         'int4'
@@ -72,7 +72,7 @@ class Wire:
     def layout(self, layout: Layout) -> Layout:
         """A layout with the precision of its direction.
 
-        Where packets are rounded, uploads are differences whatever their own precision: only so can the server add
+        If packets are rounded, uploads are differences, whatever their own precision. Only then can the server add
         them to weights that it did not round.
         """
         if layout.direction == "down":

@@ -1,13 +1,13 @@
-"""Rounding: a message as it travels, and as it is understood. Pure functions of tensors, for one client or many.
+"""Rounding: a message as it travels, and as its receiver reads it. Pure functions of tensors, for one client or many.
 
-Going down, numbers are rounded to the nearest. Going up, differences to the packet are rounded at random, to one of the
-two neighbours with such probabilities that the mean is exact. Whole numbers have a scale a unit, max |x| / levels.
+Going down, numbers are rounded to the nearest. Going up, differences from the packet are rounded at random to one of
+the two neighbours, such that the mean is exact. Whole numbers have one scale per unit, max |x| / levels.
 
     client   d = φ − packet            sends Q(d),   its assignment is packet + Q(d)
     server   has w, packet = Q(w)      reads w + Q(d)
 
-The server adds the difference to its own w. Added to Q(w), a change smaller than half a step of the way down would be
-rounded away in every round.
+The server adds the difference to its own w. If it added it to Q(w), changes smaller than half a step of the packet's
+rounding would be lost in every round.
 """
 
 import torch
@@ -19,13 +19,13 @@ from fedprior.wire.layout import Layout, Section
 from fedprior.wire.precision import Format, format_of
 
 SCALES = ".scales"
-"""What the section of a section's scales is called."""
+"""The suffix that names the section of a section's scales."""
 
 
 def quantise(message: Tree, layout: Layout, reference: Tree | None = None, key: Tensor | None = None) -> Tree:
-    """A message as it travels: codes and their scales, zero where gates leave nothing.
+    """Round a message to codes and their scales, with zeros where gates leave nothing.
 
-    With a `reference`, differences to what it has under the same name; with a `key`, rounded at random.
+    With a `reference`, code differences from its tensors of the same name. With a `key`, round at random.
     """
     if layout.precision is None:
         return message
@@ -51,14 +51,14 @@ def quantise(message: Tree, layout: Layout, reference: Tree | None = None, key: 
 
 
 def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
-    """The message that a receiver understands; what was not sent is zero."""
+    """The message as its receiver reads it; what was not sent is zero."""
     if layout.precision is None:
         return coded
     gates = coded.get("gates", {})
     message: Tree = {"gates": gates} if layout.gates else {}
     for name, section in layout.sections.items():
         written, message[name] = format_of(layout, name), {}
-        # Codes are zero where nothing was sent; only what they are added to is not.
+        # Codes are zero where nothing was sent, but the base that they are added to is not.
         masks = section.mask(gates) if section.mask and reference and section.relative else {}
         for tensor, code in coded[name].items():
             scales = coded[name + SCALES] if written.levels else None
@@ -72,7 +72,7 @@ def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
 
 
 def _base(reference: Tree | None, layout: Layout, name: str, tensor: str) -> Tensor | None:
-    """What a tensor is sent as a difference to: the packet's, or of a packet with several models their mean."""
+    """The base of a tensor sent as a difference: the packet's tensor, or the mean of its models if it has several."""
     section = layout.sections[name]
     found = (reference or {}).get(name, {}).get(tensor) if section.relative else None
     if found is None or tuple(found.shape) == section.shapes[tensor]:
@@ -81,18 +81,18 @@ def _base(reference: Tree | None, layout: Layout, name: str, tensor: str) -> Ten
 
 
 def _whole(values: Params, section: Section, levels: int, key: Tensor | None) -> tuple[Params, Params]:
-    """Codes from −levels to levels and their scales, max |x| / levels a unit."""
+    """Codes from −levels to levels and their scales, max |x| / levels per unit."""
     shapes = {tensor: section.scale_shape(tuple(value.shape)) for tensor, value in values.items()}
     largest = [
         _largest(value, shape).reshape(-1) for value, shape in zip(values.values(), shapes.values(), strict=True)
     ]
     if section.negligible:
         largest = [_notable(each, section.negligible) for each in largest]
-    # All tensors in one vector, here and below: arithmetic on one long vector costs less than on many short ones.
+    # Join all tensors, here and below: arithmetic on one long vector is faster than on many short ones.
     joint = torch.cat(largest) / levels
-    # Numbers without all their digits: a scale of zero says that the unit has not moved.
+    # Below this, numbers lose digits. A scale of zero says that the unit has not moved.
     joint = torch.where(joint < torch.finfo(joint.dtype).tiny, 0.0, joint)
-    # A step without end: whatever is left of a unit whose scale is zero has code zero, drawn or not.
+    # An infinite step gives code zero, rounded at random or not, to whatever is left of a unit with scale zero.
     scales, steps = _part(joint, shapes), _part(torch.where(joint > 0, joint, torch.inf), shapes)
     ratio = torch.cat([(value / steps[tensor]).reshape(-1) for tensor, value in values.items()])
     codes = _round(ratio, key).clamp(-levels, levels).to(torch.int8)
@@ -100,7 +100,7 @@ def _whole(values: Params, section: Section, levels: int, key: Tensor | None) ->
 
 
 def _largest(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """max |x| over the dimensions that a scale is for."""
+    """max |x| over the dimensions that share a scale."""
     if value.numel() == 0:
         return value.new_zeros(shape)
     dims = [dim for dim, size in enumerate(shape) if size != value.shape[dim]]
@@ -108,12 +108,12 @@ def _largest(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _notable(largest: Tensor, share: float) -> Tensor:
-    """Zero for the units of a tensor that are below a share of the largest of them."""
+    """Set to zero the units of a tensor that are below a share of its largest."""
     return torch.where(largest < share * largest.amax(), 0.0, largest) if largest.numel() else largest
 
 
 def _round(ratio: Tensor, key: Tensor | None) -> Tensor:
-    """To the nearest whole number or, with a key, to one of the two next to it, such that the mean is exact."""
+    """Round to the nearest whole number or, with a key, to one of its two neighbours such that the mean is exact."""
     if key is None:
         return ratio.round()
     below = ratio.floor()
@@ -121,7 +121,7 @@ def _round(ratio: Tensor, key: Tensor | None) -> Tensor:
 
 
 def _floating(value: Tensor, written: Format, key: Tensor | None) -> Tensor:
-    """A floating-point number of fewer digits."""
+    """Round to a floating-point number with fewer digits."""
     if written.dtype is None or key is None:
         return value if written.dtype is None else value.to(written.dtype)
     exponent = torch.frexp(value).exponent.clamp(min=written.lowest)
@@ -130,6 +130,6 @@ def _floating(value: Tensor, written: Format, key: Tensor | None) -> Tensor:
 
 
 def _part(joint: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
-    """One vector as tensors."""
+    """Split one vector into tensors."""
     pieces = joint.split([torch.Size(shape).numel() for shape in shapes.values()])
     return {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}

@@ -1,15 +1,14 @@
-"""Golomb–Rice codes: whole numbers that are mostly small in fewer bits, with a length that needs no encoding.
+"""Golomb–Rice codes: mostly small whole numbers in fewer bits, with a length that is known without encoding.
 
-A tensor's codes c are a table, a row a unit. Rows whose scale is zero are not written. If it pays, one bit a column
-says which columns are not zero (a unit that stayed silent all round moves no weight that reads it), and only those are
-written. What is left is written as the lowest k bits of |c|, the rest |c| >> k in unary, and a sign unless c = 0. One
-byte before the table holds k, the best there is, and whether columns are marked. With the largest k a code has its full
-width, so a table never costs more than that byte.
+A tensor's codes c form a table with one row per unit. Rows whose scale is zero are not written. If it pays, one bit per
+column marks the columns that are not zero (a unit that stayed silent all round moves no weight that reads it), and only
+those are written. Each remaining code is written as the lowest k bits of |c|, the rest |c| >> k in unary, and a sign
+unless c = 0. One byte before the table holds the best k and whether columns are marked. With the largest k a code has
+its full width, so a table never costs more than that byte.
 
-Bits are written plane by plane (the lowest bit of every code, the next bit of every code, … then "is there more?" of
-every code, of every code that had more, …, then signs), because then neither end needs a loop over codes. And unlike
-the length of a deflate or zstd stream, the length is a sum over codes, which a GPU counts without copying any to the
-host.
+Bits are written plane by plane: the lowest bit of every code, the next bit of every code, … then "is there more?" for
+every code, for every code that had more, …, then signs. Neither end then needs a loop over codes. And unlike a deflate
+or zstd stream, the length is a sum over codes, which a GPU computes without copying any to the host.
 """
 
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ from fedprior.core.errors import WireError
 Bits = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 MARKED = 8
-"""In a table's first byte, beside k: columns are marked."""
+"""The flag in a table's first byte, next to k: columns are marked."""
 
 
 def encode(codes: NDArray[np.int8], written: Flags, levels: int) -> bytes:
-    """A table; `written` says which of its codes the receiver expects, and the others must be zero."""
+    """Encode a table. `written` marks the codes that the receiver expects; the others must be zero."""
     size = np.abs(codes)
     cost = np.array([np.minimum(size >> k, (levels >> k) - 1).sum(dtype=np.int64) for k in range(_widths(levels))])
     columns: Flags = np.any(written, 0)
@@ -52,9 +51,9 @@ def encode(codes: NDArray[np.int8], written: Flags, levels: int) -> bytes:
 def decode(
     data: memoryview, rows: Flags, columns: int, mask: Flags | None, levels: int
 ) -> tuple[NDArray[np.int8], memoryview]:
-    """A table of so many columns, and what follows it; codes are expected in these rows and, if given, in this mask.
+    """Decode a table; also return the rest. Codes are expected in these rows and, if given, in this mask.
 
-    Nothing is allocated for codes before it is clear that the message pays for them with a bit each.
+    Nothing is allocated for codes before it is clear that the message holds at least one bit for each.
     """
     if not len(data) or data[0] & ~(7 | MARKED) or data[0] & 7 >= _widths(levels):
         raise WireError("message ends inside its codes")
@@ -79,7 +78,7 @@ def decode(
 
 
 def _read(reader: "_Reader", count: int, k: int, levels: int) -> NDArray[np.int8]:
-    """So many codes, plane by plane."""
+    """Read `count` codes, plane by plane."""
     low, high = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
     for bit in range(k):
         low |= reader.take(count) << bit
@@ -97,8 +96,8 @@ def _read(reader: "_Reader", count: int, k: int, levels: int) -> NDArray[np.int8
 
 
 def count_bytes(tables: Sequence[tuple[Tensor, Tensor, Tensor | None]], levels: int) -> Tensor:
-    """The sum of `len(encode(…))` over tables (codes, rows, mask), where codes are written in these rows and, if it is
-    not None, in this mask."""
+    """The sum of `len(encode(…))` over tables (codes, rows, mask). Codes are written in these rows and, if there is a
+    mask, only where it is set."""
     joint = torch.cat([codes.reshape(-1) for codes, _, _ in tables]).abs()
     sizes = [codes.numel() for codes, _, _ in tables]
     costs = [_sums((joint >> k).clamp(max=(levels >> k) - 1), sizes) for k in range(_widths(levels))]
@@ -115,7 +114,7 @@ def _sums(joint: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _expected(codes: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many codes are written: without marks, with marks; and how many columns there are to mark."""
+    """How many codes are written without marks, how many with marks, and how many columns can be marked."""
     moved, live = codes.any(0), rows.sum()
     if mask is None:
         return live * codes.shape[1], live * moved.sum(), (live > 0) * codes.shape[1]
@@ -124,30 +123,30 @@ def _expected(codes: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor,
 
 
 def _widths(levels: int) -> int:
-    """How many k there are: with the last one, a code has its full width."""
+    """How many values k can take: with the last one, a code has its full width."""
     return levels.bit_length()
 
 
 class _Reader:
-    """Bits from the front of some bytes."""
+    """Reads bits from the front of some bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.place = data, 0
 
     def check(self, count: int) -> None:
-        """Whether so many are left."""
+        """Check that `count` bits are left."""
         if self.place + count > 8 * len(self.data):
             raise WireError("message ends inside its codes")
 
     def take(self, count: int) -> Bits:
-        """The next so many, a byte each."""
+        """Take the next `count` bits, each in a byte of its own."""
         self.check(count)
         first, last, skip = self.place // 8, (self.place + count + 7) // 8, self.place % 8
         self.place += count
         return np.unpackbits(np.frombuffer(self.data[first:last], np.uint8))[skip : skip + count]
 
     def rest(self) -> memoryview:
-        """What follows, from the next whole byte."""
+        """The rest, from the next whole byte."""
         if self.take(-self.place % 8).any():
-            raise WireError("message has bits behind its codes")
+            raise WireError("message has bits after its codes")
         return self.data[self.place // 8 :]
