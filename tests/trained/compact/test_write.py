@@ -238,12 +238,12 @@ def test_networks_of_words_and_of_measurements_read_arrays_alone(tmp_path: Path)
     assert torch.equal(words.array(np.array([[1, 2, 3, 255]], np.uint8), path), torch.tensor([[1, 2, 3, 255]]))
     assert torch.equal(words.array(np.array([1.0, 2, 3, 4]), path), torch.tensor([[1, 2, 3, 4]]))
     assert torch.equal(numbers.array(np.array([1, 2, -300]), path), torch.tensor([[1.0, 2, -300]]))
-    with pytest.raises(DataError, match="numbers with fractions; this network reads whole ones"):
+    with pytest.raises(DataError, match="fractional numbers, but this network reads whole numbers"):
         words.array(np.array([1.5, 2, 3, 4]), path)
-    with pytest.raises(DataError, match="not trained on images; give real numbers"):
+    with pytest.raises(DataError, match="not trained on images; use real numbers"):
         numbers.array(np.zeros((2, 3), np.uint8), path)
     (tmp_path / "x.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"not trained on images; give an array \(.npy\)"):
+    with pytest.raises(DataError, match=r"not trained on images; use an array \(.npy\)"):
         numbers.read([tmp_path / "x.png"])
 
 

@@ -1,4 +1,4 @@
-"""The physically smaller network that a run leaves, and files of it that need no fedprior."""
+"""The physically smaller network that a run produces, and its files, which can be used without fedprior."""
 
 from fedprior.trained.compact.shrink import Compact, compact
 from fedprior.trained.compact.write import export_module, load_module

@@ -1,4 +1,4 @@
-"""The code that makes one of torch.nn's modules anew: its arguments are read back from the module itself."""
+"""Write the code that constructs a torch.nn module, with arguments read back from the module itself."""
 
 import inspect
 import math
@@ -15,13 +15,13 @@ from fedprior.core.errors import ModelError
 PLAIN = (bool, int, float, str, type(None))
 RECURRENT = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 Arguments = tuple[dict[str, Any], dict[str, Any]]
-"""Those without a default, which are passed by their place, and the others."""
+"""The arguments without a default, which are passed by position, and the others."""
 
 
 def construction(module: nn.Module) -> str:
-    """Such as `nn.Conv2d(1, 6, (3, 3), padding='same')`; only what differs from torch's defaults is written out.
+    """Code such as `nn.Conv2d(1, 6, (3, 3), padding='same')`, which omits arguments equal to torch's defaults.
 
-    The arguments are tried: a module that they do not make again (someone has changed it since) is an error.
+    The arguments are tried out. If they do not reproduce the module, because someone changed it, that is an error.
     """
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind:
@@ -39,17 +39,17 @@ def construction(module: nn.Module) -> str:
 def _makes(module: nn.Module, required: Iterable[Any], optional: Mapping[str, Any]) -> bool:
     """Whether these arguments make a module that computes the same, given the same weights."""
     try:
-        # Without memory for its weights; a warning is a reason to write an argument out.
+        # On "meta", weights take no memory. A warning is a reason to write an argument out.
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("error")
             made = type(module)(*required, **optional)
-    except Exception:  # whatever it is, this is not how the module was made
+    except Exception:  # whatever the error, the module was not made this way
         return False
     return dict(_facts(module)) == dict(_facts(made))
 
 
 def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that a module and its children are, but for the values of their weights."""
+    """Everything that defines a module and its children, except the values of their weights."""
     for name, value in module.state_dict().items():
         yield name, value.shape
     for prefix, child in module.named_modules():
@@ -66,7 +66,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _arguments(module: nn.Module) -> Arguments:
-    """As the module's attributes of the same names give them, except where torch keeps them elsewhere."""
+    """Read the arguments from the module's attributes of the same names, or from where torch keeps them instead."""
     kind = type(module)
     if kind in READ_BACK:
         return READ_BACK[kind](module)
@@ -108,7 +108,7 @@ def _transformer_layer(module: Any) -> Arguments:
 def _transformer(module: Any) -> Arguments:
     optional = {"norm": module.norm}
     if isinstance(module, nn.TransformerEncoder):
-        # torch warns where nested tensors are asked for but cannot be.
+        # torch warns if nested tensors are requested but not possible.
         optional |= {"enable_nested_tensor": module.use_nested_tensor, "mask_check": module.mask_check}
     return {"layer": module.layers[0], "num_layers": module.num_layers}, optional
 

@@ -1,4 +1,4 @@
-"""Batch norms folded into the layer they follow: with stored statistics they are one scale and shift a channel."""
+"""Fold batch norms into the layer they follow: with stored statistics they are a scale and a shift per channel."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from fedprior.units.operations import BATCH_NORMS, CONVOLUTIONS
 
 
 def fold(module: nn.Module) -> nn.Module:
-    """A network in evaluation mode without the batch norms that directly follow a layer which nobody else reads."""
+    """Fold each batch norm that directly follows a layer which nothing else reads. For networks in evaluation mode."""
     if not any(isinstance(part, BATCH_NORMS) for part in module.modules()):
         return module
     root, traced = in_layers(copy.deepcopy(module))
@@ -36,7 +36,7 @@ def fold(module: nn.Module) -> nn.Module:
 
 
 def _pair(graph: fx.GraphModule, node: fx.Node, uses: list[object]) -> tuple[Any, _BatchNorm] | None:
-    """The layer and its norm, if this is a norm with statistics that nothing stands before but a layer of its own."""
+    """The layer and its norm, if this node is a norm with statistics directly after a layer that only it reads."""
     if node.op != "call_module" or len(node.all_input_nodes) != 1 or uses.count(node.target) > 1:
         return None
     (before,), norm = node.all_input_nodes, graph.get_submodule(str(node.target))

@@ -1,4 +1,4 @@
-"""A user's images and arrays as a network's inputs: the same scale, shape and type as in training."""
+"""Turn a user's images and arrays into inputs with the same scale, shape and type as in training."""
 
 import warnings
 import zlib
@@ -19,17 +19,17 @@ ARRAYS = (("x", "y"), ("test_x", "test_y"), ("test_image", "test_label"))
 
 
 class Reader(NamedTuple):
-    """What a network takes in."""
+    """Reads the inputs of a network."""
 
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     dtype: torch.dtype
     scale: Scale | None
-    """How pixels become inputs; None: the network was not trained on images, and only arrays of inputs can be read."""
+    """How pixels become inputs; None if the network was not trained on images, so that it can only read arrays."""
     resize: bool = False
 
     def read(self, paths: Sequence[Path]) -> tuple[list[str], Tensor]:
-        """Image files, folders of them and arrays (.npy, .npz), in order, each input with a name."""
+        """Read image files, folders of images and arrays (.npy, .npz), in order; return a name for each input."""
         names: list[str] = []
         parts: list[Tensor] = []
         for path in paths:
@@ -43,9 +43,9 @@ class Reader(NamedTuple):
         return names, torch.cat(parts)
 
     def labelled(self, path: Path, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets: an .npz with x and y, or a folder with one folder of images a class, named by number.
+        """Read inputs and targets: an .npz with x and y, or a folder with one numbered folder of images per class.
 
-        Targets are `like` those that the network was trained for: one whole number an input, unless it says otherwise.
+        Targets are `like` those in training. Without `like`, there is one whole number per input.
         """
         like = torch.zeros(1, dtype=torch.int64) if like is None else like
         if not path.is_dir():
@@ -58,7 +58,7 @@ class Reader(NamedTuple):
         else:
             files = sorted(p for p in path.glob("*/*") if p.suffix.lower() in IMAGES)
             if not files or not all(file.parent.name.isdecimal() for file in files):
-                raise DataError(f"{path} must hold one folder of images a class, named 0, 1, 2, …")
+                raise DataError(f"{path} must hold one folder of images per class, named 0, 1, 2, …")
             inputs = self.read(files)[1]
             labels = torch.tensor([int(file.parent.name) for file in files])
         if labels.shape != (len(inputs), *like.shape[1:]):
@@ -69,15 +69,15 @@ class Reader(NamedTuple):
         return inputs, labels
 
     def array(self, values: np.ndarray, path: Path) -> Tensor:
-        """One input or many: whole numbers are pixels, where the network was trained on images; others are inputs."""
+        """Read one input or many. Whole numbers are pixels if the network was trained on images, else inputs."""
         if values.dtype.kind not in "fiu":
             raise DataError(f"{path} holds {values.dtype} values, not numbers")
         if values.dtype == np.uint8 and self.scale is None and self.dtype.is_floating_point:
-            raise DataError(f"{path} holds pixels, but this network was not trained on images; give real numbers")
+            raise DataError(f"{path} holds pixels, but this network was not trained on images; use real numbers")
         stacked = self._stacked(values)
         if stacked is None:
             where = ", channels first or last" if self.scale else ""
-            raise DataError(f"{path} has the shape {values.shape}, not that of one or many inputs {self.shape}{where}")
+            raise DataError(f"{path} has shape {values.shape}, not that of one or many inputs {self.shape}{where}")
         if not stacked.size:
             raise DataError(f"{path} holds no inputs")
         whole = stacked.dtype.kind in "iu"
@@ -91,11 +91,11 @@ class Reader(NamedTuple):
             return self.scale(np.moveaxis(numbers, 1, -1).astype(np.uint8)).to(self.dtype)
         self._check_range(float(low), float(high), path)
         if not self.dtype.is_floating_point and not np.array_equal(numbers, np.round(numbers)):
-            raise DataError(f"{path} holds numbers with fractions; this network reads whole ones")
+            raise DataError(f"{path} holds fractional numbers, but this network reads whole numbers")
         return torch.from_numpy(numbers).to(self.dtype)
 
     def _stacked(self, values: np.ndarray) -> np.ndarray | None:
-        """The array as [N, *shape], wherever its channels are, if its shape allows; None: it is of something else."""
+        """The array as [N, *shape], wherever its channels are, or None if its shape does not fit."""
         ways: list[tuple[tuple[int, ...], Callable[[np.ndarray], np.ndarray]]] = [(self.shape, lambda many: many)]
         if len(self.shape) == 3 and self.scale is not None:
             channels, height, width = self.shape
@@ -109,27 +109,27 @@ class Reader(NamedTuple):
         return None
 
     def _check_range(self, low: float, high: float, path: Path) -> None:
-        """Refuse real numbers that cannot be inputs, and warn of those that look like pixels."""
+        """Refuse real numbers that cannot be inputs, and warn about those that look like pixels."""
         if self.scale is None:
             return
         least = min(-mean / deviation for mean, deviation in zip(*self.scale, strict=True))
         most = max((1 - mean) / deviation for mean, deviation in zip(*self.scale, strict=True))
-        wide = 5 * (most - least)  # noise may have been added; pixels of 0 to 255 are beyond
+        wide = 5 * (most - least)  # allows for added noise, but not for pixels from 0 to 255
         if low < least - wide or high > most + wide:
             raise DataError(
                 f"{path} holds numbers from {low:g} to {high:g}, but this network's inputs run from {least:.3g} to "
-                f"{most:.3g}; give pixels as whole numbers of 0 to 255 (uint8), which are scaled"
+                f"{most:.3g}; pass pixels as whole numbers from 0 to 255 (uint8), which fedprior scales"
             )
         if low >= 0 and high <= 1 and least < 0:
             warnings.warn(
-                f"{path} holds numbers from {low:g} to {high:g}, taken as inputs as they are; if they are pixels, give "
-                "them as whole numbers of 0 to 255 (uint8), which are scaled",
+                f"{path} holds numbers from {low:g} to {high:g}, used as inputs without scaling; if they are pixels, "
+                "pass them as whole numbers from 0 to 255 (uint8), which fedprior scales",
                 FedpriorWarning,
                 stacklevel=2,
             )
 
     def image(self, path: Path) -> Tensor:
-        """One image file."""
+        """Read one image file."""
         try:
             from PIL import Image
         except ImportError as error:
@@ -137,16 +137,16 @@ class Reader(NamedTuple):
         if not path.is_file():
             raise DataError(f"{path} does not exist")
         if self.scale is None or len(self.shape) != 3:
-            raise DataError(f"{path} is an image, but this network was not trained on images; give an array (.npy)")
+            raise DataError(f"{path} is an image, but this network was not trained on images; use an array (.npy)")
         try:
             with Image.open(path) as file:
                 picture = file.convert("L" if self.shape[0] == 1 else "RGB")
-        except Exception as error:  # what Pillow raises depends on the format
+        except Exception as error:  # the type that Pillow raises depends on the format
             raise DataError(f"{path} cannot be read as an image: {error}") from error
         height, width = self.shape[-2:]
         if picture.size != (width, height) and not self.resize:
             found = f"{picture.size[1]}×{picture.size[0]}"
-            raise DataError(f"{path} has {found} pixels, not {height}×{width}; --resize makes images fit")
+            raise DataError(f"{path} has {found} pixels, not {height}×{width}; --resize resizes images")
         if picture.size != (width, height):
             picture = picture.resize((width, height), Image.Resampling.BILINEAR)
         return self.array(np.array(picture)[None], path)
@@ -159,7 +159,7 @@ def _load(path: Path) -> np.ndarray:
         return found
     named = [x for x, _ in ARRAYS if x in found] or list(found)
     if not named or (len(named) > 1 and named[0] not in ("x", "test_x", "test_image")):
-        raise DataError(f"{path} holds {len(found)} arrays, none of which is named x; give the inputs as .npy")
+        raise DataError(f"{path} holds {len(found)} arrays, none of which is named x; save the inputs as .npy")
     return found[named[0]]
 
 
@@ -175,7 +175,7 @@ def _labelled_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _loaded(path: Path) -> np.ndarray | dict[str, np.ndarray]:
-    """The one array or the named arrays of a numpy file, all read, so that nothing can fail later."""
+    """The single array or the named arrays of a numpy file, all read at once so that nothing can fail later."""
     if not path.exists():
         raise DataError(f"{path} does not exist")
     try:

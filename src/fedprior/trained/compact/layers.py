@@ -1,4 +1,4 @@
-"""One layer or norm without some of its units."""
+"""Remove some units from one layer or norm."""
 
 import copy
 
@@ -10,16 +10,16 @@ from fedprior.units.operations import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
 
 
 def read_columns(layer: nn.Linear) -> Tensor:
-    """Which inputs a linear layer has any weight for."""
+    """Which inputs of a linear layer have a weight that is not zero."""
     return (layer.weight != 0).any(0)
 
 
 def shrink_layer(name: str, layer: nn.Module, rows: Tensor | None, columns: Tensor | None) -> None:
-    """Leave these rows and columns of a layer's weight; None: all."""
+    """Keep only these rows and columns of a layer's weight; None keeps all."""
     if "weight" not in layer._parameters:
         raise ModelError(f"module {name!r} computes its weight from other parameters")
     if rows is None and columns is None:
-        return  # a new parameter would not be tied to where the old one stands too
+        return  # a new parameter would lose the tie to the old one's other place
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
     if columns is not None:
@@ -37,10 +37,10 @@ def shrink_layer(name: str, layer: nn.Module, rows: Tensor | None, columns: Tens
 
 
 def smaller_norm(norm: nn.Module, keep: Tensor, axis: int) -> nn.Module:
-    """The norm of the channels that are kept, with the statistics of all."""
+    """The norm of the kept channels, with the statistics of all channels."""
     if bool(keep.all()):
         return norm
-    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # an instance or batch norm, which treats each channel alone
+    if not isinstance(norm, (nn.GroupNorm, nn.LayerNorm)):  # instance and batch norms treat channels separately
         assert isinstance(norm, (*INSTANCE_NORMS, *BATCH_NORMS))
         small = copy.deepcopy(norm)
         small.num_features = int(keep.sum())

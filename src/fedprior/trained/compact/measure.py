@@ -1,4 +1,4 @@
-"""How large and how fast: parameters, bytes, multiply-adds, milliseconds."""
+"""Measure size and speed: parameters, bytes, multiply-adds, milliseconds."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,25 +12,25 @@ from fedprior.core.workers import one_core
 
 
 def parameters(module: nn.Module) -> int:
-    """How many numbers a network has learnt."""
+    """How many parameters a network has."""
     return sum(p.numel() for p in module.parameters())
 
 
 def tied(module: nn.Module) -> dict[str, str]:
-    """Where a parameter or buffer stands a second time, and its name where it stands first."""
+    """Maps each further name of a shared parameter or buffer to its first name."""
     first: dict[int, str] = {}
     values = module.state_dict(keep_vars=True)
     return {name: first[id(v)] for name, v in values.items() if first.setdefault(id(v), name) != name}
 
 
 def stored(module: nn.Module) -> Params:
-    """All that a file of the network must hold, each once."""
+    """Every tensor that a file of the network must hold, listed once."""
     shared = tied(module)
     return {name: value for name, value in module.state_dict().items() if name not in shared}
 
 
 def multiply_adds(module: nn.Module, example: Tensor) -> int:
-    """Multiplications of convolutions and matrix products for one input, each with its addition."""
+    """Multiply-adds in convolutions and matrix products for one input."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(example.unsqueeze(0))
     return int(counter.get_total_flops()) // 2
@@ -40,10 +40,10 @@ REPEATS, PATIENCE = 100, 6.0
 
 
 def fastest(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Milliseconds of one core's time for each call: the fastest of 100, or of as many as six seconds allow.
+    """CPU milliseconds for each call on one core: the fastest of 100 tries, or of as many as fit in six seconds.
 
-    Time that the core spends on other programs does not count, and calls are taken in turn, so that a busy machine
-    says nearly what an idle one would. What is called must not use other threads.
+    Time spent on other programs does not count, and the calls take turns, so that a busy machine reports nearly the
+    same as an idle one. The calls must not use other threads.
     """
     best, begun = [float("inf")] * len(calls), time.perf_counter()
     with one_core(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""A norm that has lost channels but not their share in its statistics. Its source is copied into exported models."""
+"""A norm without closed channels that still counts them in its statistics. Exported models contain its source."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 class PrunedNorm(nn.Module):
     """GroupNorm or LayerNorm without the channels that are always zero.
 
-    They had no output, but their zeros were counted in the mean and variance of their group, and still are: `kept` says
-    how many channels of each group are left, of `channels`. Statistics run over the dimensions from `axis` on.
+    They have no output, but their zeros still count in the mean and variance of their group: `kept` is the number of
+    channels left in each group, out of `channels`. Statistics run over the dimensions from `axis` on.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class PrunedNorm(nn.Module):
         for part in x.split(self.kept, self.axis):
             share = part.shape[self.axis] / self.channels
             variance, mean = torch.var_mean(part, dims, correction=0, keepdim=True)
-            variance = share * variance + share * (1 - share) * mean.square()  # with the zeros that are not there
+            variance = share * variance + share * (1 - share) * mean.square()  # adds the missing zeros
             spread = [-1] * x.dim()
             spread[self.axis] = part.shape[self.axis]
             means.append((share * mean).expand(spread))
             deviations.append((variance + self.eps).rsqrt().expand(spread))
-        # All that depends on the input is small; the input itself is read and written once.
+        # Everything computed from the input is small; the input itself is read and written once.
         scale = torch.cat(deviations, self.axis) * self.weight.reshape(shape)
         shift = -torch.cat(means, self.axis) * scale
         return x * scale + (shift if self.bias is None else shift + self.bias.reshape(shape))

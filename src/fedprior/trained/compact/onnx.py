@@ -1,4 +1,4 @@
-"""A network as an ONNX file, and that file run by onnxruntime on one core. Needs the extra `export`."""
+"""Write a network as an ONNX file, and run that file with onnxruntime on one core. Needs the extra `export`."""
 
 import importlib.util
 import logging
@@ -23,13 +23,13 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Say how to get the extra where it is missing."""
+    """Raise an error that says how to install the extra if it is missing."""
     if not available():
         raise SettingError("ONNX needs more libraries: pip install 'fedprior[export]'")
 
 
 def write(module: nn.Module, example: Tensor, path: Path) -> None:
-    """One file with the weights in it; the batch may have any size."""
+    """Write one file that includes the weights; the batch may have any size."""
     require()
     batch = torch.stack([example, example])
     with _quiet():
@@ -52,16 +52,16 @@ def write(module: nn.Module, example: Tensor, path: Path) -> None:
 
 
 def session(path: Path) -> Any:
-    """The file, ready to run on one core."""
+    """Load the file, ready to run on one core."""
     require()
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised; it need not be printed too
+    options.log_severity_level = 4  # errors are raised, so they need not be printed too
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises types of its own
+    except Exception as error:  # onnxruntime raises its own types
         raise ModelError(f"{path} cannot be read as ONNX: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -69,13 +69,13 @@ def run(session: Any, inputs: np.ndarray) -> np.ndarray:
     """The outputs of a batch."""
     try:
         outputs: np.ndarray = session.run(None, {"input": inputs})[0]
-    except Exception as error:  # onnxruntime raises types of its own
+    except Exception as error:  # onnxruntime raises its own types
         raise ModelError(f"onnxruntime cannot run this network: {str(error).strip().splitlines()[0]}") from error
     return outputs
 
 
 def _forget_origin(model: Any) -> None:
-    """Drop the exporter's notes of which line of which file an operation came from: they can outweigh the weights."""
+    """Drop the exporter's notes on the source line of each operation: they can be larger than the weights."""
     graph = model.graph
     nodes = list(graph.all_nodes())
     values = [*graph.inputs, *graph.outputs, *graph.initializers.values(), *(v for node in nodes for v in node.outputs)]
@@ -85,7 +85,7 @@ def _forget_origin(model: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of its own deprecations and of libraries that nobody needs here."""
+    """Silence the exporter, which warns about its own deprecations and about libraries that are not needed here."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

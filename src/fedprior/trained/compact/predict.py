@@ -1,4 +1,4 @@
-"""Use an exported network: from its folder alone, with onnxruntime where that is installed and with torch elsewhere."""
+"""Use an exported network from its folder alone, with onnxruntime if it is installed and with torch otherwise."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from fedprior.trained.compact.write import FORMAT, Description, load_module
 
 
 class Prediction(NamedTuple):
-    """The likeliest class of one input."""
+    """The most likely class of one input."""
 
     name: str
     label: int
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
 
 
 def describe(folder: Path) -> Description:
-    """What an export's model.json says."""
+    """Read an export's model.json."""
     path = folder / "model.json"
     if not path.is_file():
         raise RunError(
@@ -41,7 +41,7 @@ def describe(folder: Path) -> Description:
 
 
 def reader(description: Description, resize: bool = False) -> Reader:
-    """What turns files into inputs of this network."""
+    """A reader that turns files into inputs of this network."""
     shape, scale = tuple(description["input_shape"]), description.get("scale")
     dtype = getattr(torch, description["input_type"])
     if not isinstance(dtype, torch.dtype):
@@ -63,22 +63,22 @@ def outputs(folder: Path, inputs: Tensor, batch: int = 256) -> Tensor:
 
 
 def outputs_of(module: nn.Module, inputs: Tensor, batch: int = 256) -> Tensor:
-    """A network's outputs for inputs that a user has given."""
+    """A network's outputs for a user's inputs."""
     try:
         with torch.no_grad():
             return torch.cat([module(part) for part in inputs.split(batch)])
-    except Exception as error:  # such as a word that the embedding does not know
+    except Exception as error:  # for example, a word that the embedding does not know
         raise DataError(f"the network does not run on these inputs ({type(error).__name__}: {error})") from error
 
 
 def predict(folder: Path | str, paths: Sequence[Path | str], *, resize: bool = False) -> list[Prediction]:
-    """The likeliest class of every image or array row."""
+    """Predict the most likely class of every image or array row."""
     folder = Path(folder)
     names, inputs = reader(describe(folder), resize).read([Path(path) for path in paths])
     found = outputs(folder, inputs)
     if found.dim() != 2 or found.shape[1] < 2:
         raise ModelError(
-            f"the network's outputs {tuple(found.shape[1:])} are no scores of classes, so there is nothing to predict; "
+            f"the network's outputs {tuple(found.shape[1:])} are not class scores, so there is nothing to predict; "
             f"run it from Python: `from model import load` in {folder}"
         )
     probabilities, labels = found.softmax(-1).max(-1)

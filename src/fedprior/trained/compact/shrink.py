@@ -1,15 +1,15 @@
-"""The physically smaller network: units that are zero, and everything that reads them, are not there any more.
+"""Make a physically smaller network: remove units that are zero, and everything that reads them.
 
-A unit is gone where its row of the weight, its bias and its norm's affine pair are exactly zero, whatever closed it, so
-this needs a network and no prior. Six things keep it exact and small:
+A unit is closed if its row of the weight, its bias and its norm's affine pair are exactly zero, whatever the reason.
+This therefore needs only a network, not a prior. Six rules keep the result exact and small:
 
-- Channels that are added (a residual connection) must stay the same channels, so one is removed only where every layer
-  that adds to it has closed it; elsewhere the row of zeros stays.
+- Channels that are added (a residual connection) must stay the same channels. One is removed only if every layer that
+  adds to it has closed it; otherwise the row of zeros stays.
 - A norm's statistics count the zeros of a closed unit: see `PrunedNorm`.
-- A batch norm is folded into the layer that it follows, where nothing stands between.
-- A weight that stands in two places is stored once, which saves more than its closed units would: it stays as it is.
+- A batch norm is folded into the layer that it directly follows.
+- A weight that is used in two places is stored once, which saves more than its closed units would: it stays as it is.
 - A linear layer may read only some of the columns that a flattened channel feeds (gates on inputs): it selects them.
-- The smaller network is run beside the original before it is returned.
+- The smaller network is run and compared with the original before it is returned.
 """
 
 import copy
@@ -29,7 +29,7 @@ from fedprior.units.trace import Wires, find_wires
 from fedprior.units.walk import Wire
 
 TOLERANCE = 1e-5
-"""How far an output may be off, relative to the largest: rounding, since sums run in another order."""
+"""How far an output may be off, relative to the largest. Sums run in a different order, so they round differently."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Compact:
 
     module: nn.Module
     units: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each layer that lost units: how many are left, and of how many."""
+    """For each layer that lost units: how many are left, out of how many."""
     note: str = ""
-    """Why units that are closed are still there, if they are."""
+    """Why some closed units are still there, if any are."""
 
 
 def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
     """Remove the closed units of a network, for inputs shaped like `example` (one input, without a batch dimension).
 
-    Outputs stay what they are. A network that cannot be analysed is returned whole, with a note that says why. With
-    `align`, channels that a convolution reads stay a multiple of it, by keeping units of zeros: CPUs compute with
-    channels in blocks, and 29 of them can take longer than 32.
+    Outputs do not change. A network that cannot be analysed is returned whole, with a note that says why. With `align`,
+    the number of channels that a convolution reads stays a multiple of it, by keeping units of zeros: CPUs process
+    channels in blocks, and 29 channels can take longer than 32.
     """
     if isinstance(module, Ensemble):
         members = [compact(member, example, align=align) for member in module.members]
@@ -73,12 +73,12 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
         return Compact(_folded(module, example), {}, f"no unit was removed: {error}")
     stay = sum(int((left[name] & ~open_[name]).sum()) for name in left if open_[name].any())
     added = "closed units stay as zeros: their channels are added to some that are open"
-    added += ", or read by a weight that stands in two places" if shared else ""
+    added += ", or read by a weight that is used in two places" if shared else ""
     return Compact(_folded(small, example), units, f"{stay:,} {added}" if stay and align == 1 else "")
 
 
 def _folded(module: nn.Module, example: Tensor) -> nn.Module:
-    """Without the batch norms that can be folded into a layer, if the outputs stay what they are."""
+    """Fold batch norms into their layers where possible, if that does not change the outputs."""
     try:
         folded = fold(module)
         _check_equal(module, folded, example)
@@ -92,7 +92,7 @@ def _layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _with_shared_weights(module: nn.Module) -> set[str]:
-    """Modules with a parameter that another one has too."""
+    """Modules that share a parameter with another."""
     uses = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     return {name for name, m in module.named_modules() if any(uses[id(p)] > 1 for p in m.parameters(recurse=False))}
 
@@ -117,7 +117,7 @@ def _remove(
             _shrink_module(found, node, rows, columns)
             selected |= _select_inputs(found, node) if name not in shared else {}
         elif columns is not None and name_of(node.target) in ("view", "reshape"):
-            # Its sizes may be written out as numbers; the walk has found that it flattens, or leaves all as it is.
+            # Its sizes may be literal numbers. The walk has found that it flattens, or changes nothing.
             _replace_reshape(found, node)
     found.graph.graph.lint()
     found.graph.recompile()
@@ -126,7 +126,7 @@ def _remove(
 
 
 def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: set[str]) -> dict[str, Tensor]:
-    """For every gated layer which channels stay: layers that are added to each other keep the same ones."""
+    """Which channels of every gated layer stay. Layers that are added to each other keep the same ones."""
     together: list[set[str]] = []
     for sources in {wire.sources for wire in found.wires.values() if wire.sources}:
         joined = {*sources}.union(*(group for group in together if group & sources))
@@ -142,7 +142,7 @@ def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: s
     )
     for group in together:
         sizes = {len(open_[name]) for name in group}
-        # One channel may be added to many, or read by a weight that must stay as it is; then all stay.
+        # If one channel is added to many, or read by a weight that must not change, all stay.
         bound = len(sizes) > 1 or bool(group & fixed)
         keep = None if bound else torch.stack([open_[name] for name in group]).any(0)
         if keep is not None:
@@ -154,7 +154,7 @@ def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: s
 
 
 def _added_to_others(found: Wires) -> set[str]:
-    """Layers whose channels are added to some that always stay: those of a layer without closed units, or the input."""
+    """Layers whose channels are added to channels that always stay: the input's, or those of a fully open layer."""
     fixed: set[str] = set()
     for node in found.graph.graph.nodes:
         if node.op in ("call_function", "call_method") and found.shapes[node] and not found.wires[node].sources:
@@ -173,7 +173,7 @@ def _feeds_convolution(found: Wires, group: set[str]) -> bool:
 
 
 def _columns(wire: Wire, left: dict[str, Tensor]) -> Tensor | None:
-    """Which columns of its reader a wire still feeds; None: it has lost nothing."""
+    """Which columns of its reader a wire still feeds; None if it has lost nothing."""
     if all(bool(left[source].all()) for source in wire.sources):
         return None
     return left[min(wire.sources)].repeat_interleave(wire.repeat)
@@ -194,7 +194,7 @@ def _shrink_module(found: Wires, node: fx.Node, rows: Tensor | None, columns: Te
 
 
 def _select_inputs(found: Wires, node: fx.Node) -> dict[str, tuple[int, int]]:
-    """Let a linear layer read only the inputs that it has weights for, if that saves more than their numbers take."""
+    """Let a linear layer read only the inputs that it has weights for, if that saves more than the indices cost."""
     name = str(node.target)
     layer = found.graph.get_submodule(name)
     if not isinstance(layer, nn.Linear):
@@ -225,7 +225,7 @@ def _replace_reshape(found: Wires, node: fx.Node) -> None:
 
 
 def _check_equal(module: nn.Module, small: nn.Module, example: Tensor) -> None:
-    """On the example and on noise of its scale; an operation may depend on sizes in ways the walk does not see."""
+    """Compare on the example and on noise of its scale: an operation may depend on sizes in ways the walk misses."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn((4, *example.shape), generator=draw).to(example)
     x = torch.cat([example.unsqueeze(0), noise]) if example.is_floating_point() else example.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""A network as a Python file: plain torch that a reader understands and that needs no fedprior to load."""
+"""Write a network as a Python file: readable, plain torch that loads without fedprior."""
 
 import inspect
 import re
@@ -45,7 +45,7 @@ def load(folder: Path | str = Path(__file__).parent) -> Model:
 '''
 
 
-# Names that fx uses for what is no builtin of Python.
+# Names in fx's code that are not Python builtins.
 IMPORTS = {"inf": "from math import inf", "nan": "from math import nan", "device": "from torch import device"}
 
 
@@ -55,7 +55,7 @@ class _Tracer(fx.Tracer):
 
 
 def in_layers(module: nn.Module) -> tuple[nn.Module, fx.Graph]:
-    """The forward pass as calls of the module's layers."""
+    """Trace the forward pass as calls of the module's layers."""
     try:
         return module, _Tracer().trace(module)
     except Exception as error:
@@ -86,18 +86,18 @@ def to_source(module: nn.Module, graph: fx.Graph, example: Tensor, about: str) -
 
 
 def _path(name: str) -> str:
-    """A parameter's name as code: the modules of a list have numbers."""
+    """A parameter's name as code; modules in a list are indexed by number."""
     return re.sub(r"\.(\d+)(?=\.)", r"[\1]", name)
 
 
 def _quoted(text: str) -> str:
-    """One line that is safe in a docstring: a run's label may hold anything, and what is exported is run."""
+    """Make a line safe for a docstring: a run's label may hold anything, and exported code is executed."""
     line = "".join(letter if letter.isprintable() else " " for letter in text)
     return line.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _flatten(module: nn.Module, graph: fx.Graph) -> tuple[nn.Module, list[str]]:
-    """What the graph uses under names without dots, and the lines that build it."""
+    """Give everything that the graph uses a name without dots; return it with the lines that build it."""
     root, lines, names = nn.Module(), [], dict[str, str]()
     for node in graph.nodes:
         if node.op not in ("call_module", "get_attr"):
@@ -127,7 +127,7 @@ def _lookup(module: nn.Module, target: str) -> Any:
 
 
 def _add(root: nn.Module, name: str, value: Any) -> str:
-    """Put a module, parameter or buffer into the root; the code that makes it."""
+    """Put a module, parameter or buffer into the root; return the code that makes it."""
     if isinstance(value, nn.Module):
         root.add_module(name, value)
         return repr(value) if isinstance(value, PrunedNorm) else construction(value)
@@ -149,7 +149,7 @@ def _forward(graph: fx.GraphModule) -> tuple[list[str], str]:
     foreign = [name for name in used if name not in IMPORTS]
     if foreign:
         raise ModelError(f"the model calls {foreign[0]!r}, which is not part of torch, so it cannot be written as code")
-    # fx forgets each value after its last use; a reader can do without.
+    # fx frees each value after its last use; drop that noise.
     lines = [re.sub(r";  (\w+ = )+None$", "", line) for line in code.src.strip().splitlines()]
     text = "\n".join(line for line in lines if line.strip())
     text = text.replace(" : torch.Tensor", ": Tensor").replace("-> torch.Tensor", "-> Tensor")

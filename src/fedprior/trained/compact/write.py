@@ -1,4 +1,4 @@
-"""An exported network: model.py and model.safetensors (plain torch), model.onnx, and model.json that describes them."""
+"""Export a network: model.py and model.safetensors (plain torch), model.onnx, and model.json to describe them."""
 
 import json
 import tempfile
@@ -33,9 +33,9 @@ def export_module(
     with_onnx: bool | None = None,
     align: int = 8,
 ) -> Description:
-    """Write the compact network of a module, checked against the module on these inputs; what model.json says.
+    """Write the compact network of a module, checked against it on these inputs; return the content of model.json.
 
-    `with_onnx`: None writes model.onnx where that can be done. `align` is for model.onnx only.
+    If `with_onnx` is None, model.onnx is written if possible. `align` applies only to model.onnx.
     """
     if with_onnx:
         onnx.require()
@@ -44,13 +44,13 @@ def export_module(
         raise RunError(f"{folder} exists; choose another folder (--to)")
     with writing(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
-    # Nothing is left under the final name unless every check has passed.
+    # Nothing gets its final name unless every check has passed.
     with writing(folder), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         part = Path(temporary)
         description = {"format": FORMAT, **about, **_write(module.eval(), inputs.cpu(), part, about, with_onnx, align)}
         (part / "model.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         target.mkdir(exist_ok=True)
-        for name in ("model.py", "model.safetensors", "model.onnx", "model.json"):  # the last makes it an export
+        for name in ("model.py", "model.safetensors", "model.onnx", "model.json"):  # the last one makes it an export
             if (part / name).exists():
                 (part / name).replace(target / name)
     return description
@@ -59,7 +59,7 @@ def export_module(
 def _write(
     module: nn.Module, inputs: Tensor, folder: Path, about: Mapping[str, Any], with_onnx: bool | None, align: int
 ) -> Description:
-    """The files of the network, checked and measured; what there is to say of them."""
+    """Write the network's files, check and measure them; return their description."""
     example, expected = inputs[0], _run(module, inputs)
     batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH]
     small = compact(module, example)
@@ -95,7 +95,7 @@ def _write(
 def _write_torch(
     small: nn.Module, inputs: Tensor, expected: Tensor, folder: Path, about: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, float], str]:
-    """model.py and model.safetensors, the network as they give it, how exact it is, and what there is to say of it."""
+    """Write model.py and model.safetensors; return the network as loaded from them, its accuracy, and a note."""
     title, example = f"Exported by fedprior {__version__}: {about.get('title', '')}", inputs[0]
 
     def written(module: nn.Module, graph: fx.Graph) -> tuple[nn.Module, dict[str, float]]:
@@ -108,15 +108,15 @@ def _write_torch(
     try:
         return *written(*in_layers(small)), ""
     except ModelError as error:
-        # Layers are easier to read, but not everything is made of them.
+        # Layers are easier to read, but not every network can be written in layers.
         try:
-            return *written(*in_operations(small, example)), f"model.py is single operations, not layers: {error}"
+            return *written(*in_operations(small, example)), f"model.py has single operations, not layers: {error}"
         except ModelError as other:
             raise ModelError(f"{error}; nor as single operations: {other}") from error
 
 
 def load_module(folder: Path) -> nn.Module:
-    """The network from an export's model.py, which is run: load only what you trust."""
+    """Load the network from an export's model.py. This runs the file: load only what you trust."""
     path = folder / "model.py"
     names: dict[str, Any] = {"__name__": "model", "__file__": str(path)}
     try:
@@ -136,7 +136,7 @@ def _run(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _compared(expected: Tensor, found: Tensor, name: str) -> dict[str, float]:
-    """How far outputs are from the network's own; more than rounding is an error: nobody may rely on such a file."""
+    """How far outputs are from the network's own. More than rounding is an error: such a file must not be used."""
     difference = float((expected - found).abs().max())
     if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
         raise ModelError(f"{name} is wrong: its outputs differ from the network's by {difference:.1e}")
@@ -155,7 +155,7 @@ def _size(module: nn.Module, example: Tensor) -> dict[str, float]:
 def _write_onnx(
     module: nn.Module, inputs: Tensor, expected: Tensor, path: Path, align: int
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """model.onnx; how exact it is, and its sizes and times beside the dense network's, whose file goes again."""
+    """Write model.onnx; return how exact it is, and its sizes and times next to the dense network's."""
     example = inputs[0]
     batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH].numpy()
     small = compact(module, example, align=align).module
