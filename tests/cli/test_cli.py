@@ -285,7 +285,7 @@ def test_pixels_are_predicted_and_evaluated_and_doubts_are_one_line(shell, tmp_p
     np.save(tmp_path / "real.npy", pixels * 1.0)
     code, _, err = shell("predict", "small", "unit.npy")
     assert (code, err.count("\n")) == (0, 1)
-    assert err.startswith("warning: unit.npy holds numbers from 0 to 1, taken as inputs as they are")
+    assert err.startswith("warning: unit.npy holds numbers from 0 to 1, used as inputs without scaling")
     code, _, err = shell("predict", "small", "real.npy")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: real.npy holds numbers from 0 to 255")

@@ -228,7 +228,7 @@ def test_colours_may_come_first_or_last() -> None:
     inputs = found.numpy()
     assert torch.equal(read.array(inputs, Path("x.npy")), found), "real numbers are inputs as they are"
     assert torch.equal(read.array(np.moveaxis(inputs, 1, -1), Path("x.npy")), found)
-    with pytest.warns(FedpriorWarning, match="numbers from 0 to 1, taken as inputs as they are; if they are pixels"):
+    with pytest.warns(FedpriorWarning, match="numbers from 0 to 1, used as inputs without scaling; if they are pixels"):
         read.array(np.moveaxis(images, -1, 1) // 128 * 1.0, Path("x.npy"))
 
 
@@ -255,7 +255,7 @@ def test_inputs_that_a_network_cannot_run_on_and_outputs_that_are_no_classes(wit
     export_module(module, torch.tensor([[1, 2], [3, 4]]), tmp_path / "out", about={}, with_onnx=with_onnx)
     np.save(tmp_path / "known.npy", np.array([[0, 4]]))
     np.save(tmp_path / "unknown.npy", np.array([[0, 7]]))
-    with pytest.raises(ModelError, match=r"outputs \(1,\) are no scores of classes.*from model import load"):
+    with pytest.raises(ModelError, match=r"outputs \(1,\) are not class scores.*from model import load"):
         predict(tmp_path / "out", [tmp_path / "known.npy"])
     with pytest.raises((DataError, ModelError), match=r"does not run on these inputs|onnxruntime cannot run") as caught:
         predict(tmp_path / "out", [tmp_path / "unknown.npy"])
@@ -288,11 +288,11 @@ def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> 
     np.savez(tmp_path / "several.npz", a=np.zeros((2, 28, 28), np.uint8), b=np.zeros(2))
     for name, words in {
         "large.png": "has 56×56 pixels, not 28×28; --resize",
-        "wide.npy": r"has the shape \(3, 28, 29\), not that of one or many inputs \(1, 28, 28\), channels first",
-        "colour.npy": r"has the shape \(2, 28, 28, 3\)",
+        "wide.npy": r"has shape \(3, 28, 29\), not that of one or many inputs \(1, 28, 28\), channels first",
+        "colour.npy": r"has shape \(2, 28, 28, 3\)",
         "none.npy": "holds no inputs",
-        "scalar.npy": r"has the shape \(\)",
-        "bright.npy": r"numbers from 200 to 200, but this network's inputs run from -0\.4\d* to 2\.\d*; give pixels as",
+        "scalar.npy": r"has shape \(\)",
+        "bright.npy": r"numbers from 200 to 200, but this network's inputs run from -0\.4\d* to 2\.\d*; pass pixels as",
         "negative.npy": "whole numbers from -1 to -1; pixels run from 0 to 255",
         "objects.npy": "cannot be read as a numpy file",
         "several.npz": "holds 2 arrays, none of which is named x",
