@@ -138,7 +138,7 @@ def test_arrays_and_lists_are_divided_as_tensors_are(kind):
         ({"partition": "column"}, "needs the column"),
         ({"clients": 0}, "clients must be at least 1"),
         ({"clients": 50}, "50 clients cannot share 40"),
-        ({"partition": "shards", "clients": 30}, "not enough for 2 at each of 30"),
+        ({"partition": "shards", "clients": 30}, "not enough to give 30 clients 2 each"),
         ({"partition": "classes", "alpha": 0.0}, "alpha must be above 0"),
         ({"partition": "shards", "shards_each": 0}, "shards must be at least 1"),
         ({"alfa": 3}, "unexpected keyword argument 'alfa'"),
@@ -150,7 +150,7 @@ def test_arrays_and_lists_are_divided_as_tensors_are(kind):
             {"partition": "column", "owners": ["a", "b"] * 20, "test": (torch.zeros(4, 3), torch.arange(4))},
             "test_owners has 0 users for 4 examples",
         ),
-        ({"owners": ["a", "b"] * 20}, "owners are of partition='column', not of 'iid'"),
+        ({"owners": ["a", "b"] * 20}, "only partition='column' takes owners, not 'iid'"),
         ({"test": (torch.zeros(4, 3),)}, "test must be two tensors"),
         ({"test": (torch.zeros(4, 3), torch.zeros(3))}, "4 inputs but 3 targets in test"),
         ({"test": (torch.zeros(4, 3), ["a"] * 4)}, "test cannot become tensors"),
@@ -159,5 +159,5 @@ def test_arrays_and_lists_are_divided_as_tensors_are(kind):
 def test_what_cannot_be_divided_is_one_line(given, message):
     with pytest.raises((SettingError, DataError), match=message):
         clients_from(torch.zeros(40, 3), torch.arange(40) % 4, **{"clients": 5, **given})
-    with pytest.raises(DataError, match="needs labels"):
+    with pytest.raises(DataError, match="needs one label per example"):
         clients_from(torch.zeros(40, 3), torch.rand(40), partition="dirichlet", clients=5)

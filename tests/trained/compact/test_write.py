@@ -223,7 +223,7 @@ def test_colours_may_come_first_or_last() -> None:
     assert torch.equal(read.array(np.moveaxis(images, -1, 1), Path("x.npy")), found)
     with pytest.raises(DataError, match="whole numbers from -1 to -1; pixels run from 0 to 255"):
         read.array(np.full((1, 4, 5, 3), -1), Path("x.npy"))
-    with pytest.raises(DataError, match=r"numbers from 0 to 255, but this network's inputs run from -1 to 1; give"):
+    with pytest.raises(DataError, match=r"numbers from 0 to 255, but this network's inputs run from -1 to 1; pass"):
         read.array(np.linspace(0, 255, 60).reshape(1, 4, 5, 3), Path("x.npy"))
     inputs = found.numpy()
     assert torch.equal(read.array(inputs, Path("x.npy")), found), "real numbers are inputs as they are"

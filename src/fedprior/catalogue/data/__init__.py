@@ -1,4 +1,4 @@
-"""Data sets and how they are divided among clients."""
+"""Data sets, and how to divide them among clients."""
 
 from fedprior.catalogue.data.partition import by_writer, dirichlet, pachinko, single_class
 from fedprior.catalogue.data.schemes import PARTITIONS, clients_from, divide

@@ -1,4 +1,4 @@
-"""The digits inside the package: 10,000 training and 2,000 test images of MNIST. mnist_mini.txt tells their origin."""
+"""The digits that ship with the package: 10,000 training and 2,000 test images of MNIST. See mnist_mini.txt."""
 
 import io
 import lzma
@@ -12,9 +12,9 @@ from fedprior.catalogue.data.images import Images, normalise
 
 @lru_cache
 def mnist_mini(validation: bool = False, pixels: str = "standard") -> Images:
-    """The embedded digits, scaled as `pixels` says; kept, so that runs share them.
+    """The embedded digits, scaled as `pixels` says. The result is cached, so that runs share it.
 
-    With `validation`, 8,000 of the training images, and the other 2,000 in the place of the test images.
+    With `validation`, 8,000 training images remain, and the other 2,000 replace the test images.
     """
     packed = resources.files("fedprior.catalogue.data").joinpath("mnist_mini.npz.xz").read_bytes()
     arrays = np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False)

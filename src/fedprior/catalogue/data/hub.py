@@ -1,6 +1,6 @@
-"""Image sets of the Hugging Face Hub, by name online or from a local folder of the same layout, decoded once.
+"""Image sets from the Hugging Face Hub, by name online or from a local folder of the same layout, decoded once.
 
-`datasets` is needed only to decode; the arrays are then kept as a plain .npz, and a folder that holds such a file
+Only decoding needs `datasets`. The arrays are then kept as a plain .npz. A folder with such a file
 (`uoft-cs--cifar10.npz` for `uoft-cs/cifar10`) serves machines that have neither the library nor a network.
 """
 
@@ -21,20 +21,20 @@ from fedprior.core.errors import DataError
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the Hub: where it is, and which of its columns hold what."""
+    """A data set on the Hub: where it is, and what its columns hold."""
 
     repository: str
     image: str
     columns: Mapping[str, str]
-    """Our name to the Hub's: {"label": "fine_label", …}."""
+    """Maps our names to the Hub's: {"label": "fine_label", …}."""
     splits: tuple[str, ...] = ("train", "test")
-    """The Hub's names of the training and, if there is one, the test split."""
+    """The Hub's names for the training split and, if there is one, the test split."""
     subset: str = ""
-    """A configuration, where the data set has several."""
+    """The configuration, if the data set has several."""
     side: int = 0
-    """Images are scaled to so many pixels a side; 0: left as they are."""
+    """Images are scaled to this many pixels per side; 0 leaves them as they are."""
     shape: tuple[int, ...] = ()
-    """Of an image, where it is known."""
+    """The shape of an image, if known."""
 
 
 CIFAR10 = Source("uoft-cs/cifar10", "img", {"label": "label"}, shape=(32, 32, 3))
@@ -51,7 +51,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def load(source: Source, data_dir: str = "") -> Arrays:
-    """The arrays of a set: from an .npz beside or in the cache, else decoded from the folder or the Hub."""
+    """Load a set's arrays from an .npz in the data folder or the cache, or decode them from the folder or the Hub."""
     folder = Path(data_dir).expanduser() / source.repository if data_dir else None
     if data_dir and not Path(data_dir).expanduser().is_dir():
         raise DataError(f"the data folder {data_dir} does not exist")
@@ -59,7 +59,7 @@ def load(source: Source, data_dir: str = "") -> Arrays:
     if ready is not None and ready.is_file():
         return _read(ready, source)
     if folder is not None and not folder.is_dir():
-        raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} as the Hub has it")
+        raise DataError(f"{folder} does not exist; --data-dir must hold {source.repository} in the Hub's layout")
     path = _cache_file(source, folder)
     if path.is_file():
         return _read(path, source)
@@ -77,7 +77,7 @@ def _flat(source: Source) -> str:
 
 
 def _cache_file(source: Source, folder: Path | None) -> Path:
-    """One file a set and choice of columns; of a local folder, one for each state of its files."""
+    """One file per set and choice of columns; for a local folder, one per state of its files."""
     cache = Path(os.environ.get("FEDPRIOR_CACHE", Path.home() / ".cache" / "fedprior"))
     about: list[object] = [] if source in NAMED else [source]
     if folder is not None:
@@ -102,7 +102,7 @@ def _read(path: Path, source: Source) -> Arrays:
 
 
 def _check(arrays: Arrays, source: Source, where: str) -> None:
-    """Refuse arrays that are not 8-bit images, channels last, with a label each; a set by name has its own shape."""
+    """Refuse arrays that are not 8-bit images, channels last, one label each, in the set's shape if it is known."""
     shapes = set()
     for split in OURS[: len(source.splits)]:
         images = arrays[f"{split}_image"]
@@ -119,17 +119,17 @@ def _check(arrays: Arrays, source: Source, where: str) -> None:
             values = arrays[f"{split}_{name}"]
             if values.shape != images.shape[:1] or not len(values):
                 raise DataError(
-                    f"{where}: {split}_{name} must be one for each image, got shape {values.shape} for {len(images)}"
+                    f"{where}: {split}_{name} must have one entry per image, got shape {values.shape} for {len(images)}"
                 )
             if source in NAMED and name != "writer" and (values.dtype.kind not in "iu" or values.min() < 0):
-                raise DataError(f"{where}: {split}_{name} must be whole numbers from 0, got {values.dtype}")
+                raise DataError(f"{where}: {split}_{name} must be whole numbers of at least 0, got {values.dtype}")
     if len(shapes) > 1:
         raise DataError(f"{where}: training and test images differ in shape, {' and '.join(map(str, shapes))}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a network the Hub's library tells of every attempt; the one line at the end is ours."""
+    """Silence the Hub's library, which logs every failed attempt without a network. We raise one line at the end."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -149,7 +149,7 @@ def _decode(source: Source, folder: Path | None) -> Arrays:
     try:
         with _quiet():
             loaded: Any = datasets.load_dataset(str(folder) if folder else source.repository, source.subset or None)
-    except Exception as error:  # the library raises whatever its network stack does
+    except Exception as error:  # the library raises whatever its network stack raises
         raise DataError(
             f"{source.repository} could not be loaded ({type(error).__name__}: {error}); go online once, or pass "
             f"--data-dir with the folder {source.repository} in the Hub's layout"
@@ -171,7 +171,7 @@ def _decode(source: Source, folder: Path | None) -> Arrays:
 
 
 def _alike(arrays: Arrays, source: Source) -> Arrays:
-    """Training and test images of one shape: if only one of them has colour, so has the other."""
+    """Give training and test images the same shape: if only one set has colour, the other gets it too."""
     images = {name: values for name, values in arrays.items() if name.endswith("_image")}
     if len({values.ndim for values in images.values()}) > 1:
         images = {name: v if v.ndim == 4 else v[..., None].repeat(3, -1) for name, v in images.items()}
@@ -181,7 +181,7 @@ def _alike(arrays: Arrays, source: Source) -> Arrays:
 
 
 def _pixels(images: Iterable[Any], source: Source) -> np.ndarray:
-    """Grey or colour images of one size, [N, H, W] or [N, H, W, 3]; whatever is neither grey nor RGB becomes RGB."""
+    """Read images of one size, [N, H, W] for grey or [N, H, W, 3]. What is neither grey nor RGB becomes RGB."""
     listed = list(images)
     if not all(hasattr(image, "convert") for image in listed):
         raise DataError(f"the column {source.image!r} of {source.repository} does not hold images")

@@ -1,4 +1,4 @@
-"""Labelled images as tensors: scaled by channel, channels first, no augmentation."""
+"""Labelled images as tensors: scaled by channel, channels first, without augmentation."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from fedprior.core.errors import DataError, SettingError
 
 
 class Scale(NamedTuple):
-    """How pixels of 0 to 1 became a network's inputs: (pixel − mean) / deviation, channel by channel."""
+    """How pixels from 0 to 1 become a network's inputs: (pixel − mean) / deviation, channel by channel."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
     def __call__(self, images: np.ndarray) -> Tensor:
-        """8-bit images [N, H, W] or [N, H, W, C] as inputs [N, C, H, W]."""
+        """Convert 8-bit images [N, H, W] or [N, H, W, C] to inputs [N, C, H, W]."""
         mean, deviation = (torch.tensor(values).reshape(1, -1, 1, 1) for values in self)
         return (_channels_first(images) - mean) / deviation
 
@@ -32,17 +32,17 @@ class Images(NamedTuple):
 
 
 PIXELS = ("standard", "symmetric")
-"""Less the training set's mean, over its deviation, channel by channel; or (pixel − 0.5) / 0.5, so from −1 to 1."""
+"""(pixel − mean) / deviation of the training set, channel by channel; or (pixel − 0.5) / 0.5, from −1 to 1."""
 
 
 def check_pixels(pixels: str) -> None:
-    """Refuse a scale that there is not."""
+    """Refuse an unknown scale."""
     if pixels not in PIXELS:
         raise SettingError(f"pixels must be {' or '.join(PIXELS)}, got {pixels!r}")
 
 
 def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> tuple[Tensor, Tensor, Scale]:
-    """8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
+    """Convert 8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
     check_pixels(pixels)
     first, second = _channels_first(train), _channels_first(test)
     mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
@@ -53,7 +53,7 @@ def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> 
 
 
 def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """The same arrays with the labels, numbers or words, as 0 … C − 1 in their order."""
+    """Renumber the labels, which may be numbers or words, as 0 … C − 1 in sorted order."""
     splits = [split for split in ("train", "test") if f"{split}_label" in arrays]
     for split in splits:
         labels = arrays[f"{split}_label"]

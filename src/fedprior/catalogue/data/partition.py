@@ -1,6 +1,6 @@
 """Divide a labelled set among clients.
 
-Draws come from numpy's legacy RandomState, whose stream is frozen, so that a seed names the same partition for ever.
+Draws come from numpy's legacy RandomState, whose stream is frozen, so that a seed always gives the same partition.
 """
 
 from bisect import bisect_right
@@ -10,14 +10,14 @@ import numpy as np
 from fedprior.core.errors import DataError, SettingError
 
 Parts = tuple[list[np.ndarray], list[np.ndarray]]
-"""For every client the rows of its training examples, and of its test examples."""
+"""The rows of every client's training examples, and of its test examples."""
 
 
 def dirichlet(labels: np.ndarray, test_labels: np.ndarray, clients: int, alpha: float, seed: int) -> Parts:
     """Hsu, Qi and Brown (2019): client s draws q_s ~ Dir(α·p), p uniform over classes, then its examples from q_s.
 
-    Every client gets the same number of training examples, and of test examples from the same q_s, without replacement;
-    a class that runs out leaves the draw. Note that α is divided among the classes.
+    Every client gets the same number of training examples and, from the same q_s, of test examples, without
+    replacement. A class that runs out leaves the draw. Note that α is divided among the classes.
     """
     if not 0 < alpha < np.inf:
         raise SettingError(f"alpha must be above 0 and finite, got {alpha}")
@@ -41,10 +41,10 @@ def pachinko(
     alpha: float = 0.1,
     beta: float = 10.0,
 ) -> Parts:
-    """Reddi et al. (2020): a client prefers some coarse labels, Dir(α), and within each some of its fine ones, Dir(β).
+    """Reddi et al. (2020): a client prefers some coarse labels, Dir(α), and some fine labels within each, Dir(β).
 
     As in `dirichlet`, every client gets the same number of examples without replacement, a label that runs out leaves
-    the draw, and the test examples come from the same preferences.
+    the draw, and the test examples follow the same preferences.
     """
     if not 0 < alpha < np.inf or not 0 < beta < np.inf:
         raise SettingError(f"alpha and beta must be above 0 and finite, got {alpha} and {beta}")
@@ -58,11 +58,11 @@ def pachinko(
     ]
     preferences = np.zeros((clients, max(fine_to_coarse) + 1))
     shares = _preferences(random, alpha * len(families), len(families), clients)
-    # A Dirichlet draw is gamma draws over their sum, so one call draws for all clients and families, in the same order.
+    # A Dirichlet draw is gamma draws divided by their sum, so one call serves all clients and families, in order.
     drawn = random.standard_gamma(beta, (clients, sum(len(family) for family in families)))
     pieces = np.split(drawn, np.cumsum([len(family) for family in families])[:-1], axis=1)
     for share, family, piece in zip(shares.T, families, pieces, strict=True):
-        piece[piece.sum(1) == 0] = 1  # for a tiny β all of a draw underflows
+        piece[piece.sum(1) == 0] = 1  # for a tiny β the whole draw underflows
         preferences[:, family] = share[:, None] * (piece * (1 / piece.cumsum(1)[:, -1:]))
     return (
         _deal(labels, preferences, len(labels) // clients, random),
@@ -71,7 +71,7 @@ def pachinko(
 
 
 def by_writer(writers: np.ndarray, seed: int, test_fraction: float = 0.1, min_examples: int = 2) -> Parts:
-    """One client a writer, in the order of their names; a share of each writer's examples is its test set.
+    """One client per writer, in the order of their names. A share of each writer's examples is its test set.
 
     Writers with fewer than `min_examples` for training are left out.
     """
@@ -93,7 +93,7 @@ def by_writer(writers: np.ndarray, seed: int, test_fraction: float = 0.1, min_ex
 
 
 def single_class(labels: np.ndarray, test_labels: np.ndarray, clients: int, seed: int) -> Parts:
-    """Every client has examples of one class only: client s of class s mod C, the classes' examples shared equally."""
+    """Give client s only examples of class s mod C. Clients of the same class share its examples equally."""
     _check_clients(clients, len(labels))
     random = _random_state(seed)
     classes = int(max(labels.max(), test_labels.max())) + 1
@@ -115,12 +115,12 @@ def _check_clients(clients: int, examples: int) -> None:
 
 
 def _random_state(seed: int) -> np.random.RandomState:
-    """The legacy generator takes 32 bits; seeds beyond them are given as two words."""
+    """The legacy generator takes 32 bits, so larger seeds become two words."""
     return np.random.RandomState(seed if 0 <= seed < 2**32 else [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
 
 
 def _preferences(random: np.random.RandomState, alpha: float, classes: int, clients: int) -> np.ndarray:
-    """One q_s a client. For a tiny α numpy's draw underflows to 0/0; there the Dirichlet's limit is a single class."""
+    """One q_s per client. For a tiny α numpy's draw underflows to 0/0; there we use the limit, a single class."""
     drawn = random.dirichlet(np.full(classes, alpha / classes), clients)
     lost = np.isnan(drawn).any(1)
     drawn[lost] = np.eye(classes)[random.randint(classes, size=lost.sum())]
@@ -128,7 +128,7 @@ def _preferences(random: np.random.RandomState, alpha: float, classes: int, clie
 
 
 def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.random.RandomState) -> list[np.ndarray]:
-    """Give each client `size` examples from its preferred classes, as far as they last."""
+    """Give each client `size` examples from its preferred classes, as long as they last."""
     pools = [random.permutation(np.flatnonzero(labels == c)).tolist() for c in range(preferences.shape[1])]
     left = np.array([len(pool) > 0 for pool in pools])
     hands = np.zeros((len(preferences), size), np.int64)
@@ -138,7 +138,7 @@ def _deal(labels: np.ndarray, preferences: np.ndarray, size: int, random: np.ran
             if not bounds:  # a new client, or a class has just run out: the odds have changed
                 weight = preference * left
                 if weight.sum() == 0:
-                    # A client whose classes are all gone turns to one that is left.
+                    # A client whose classes have all run out turns to a class that is left.
                     weight = preference = np.eye(len(pools))[random.choice(np.flatnonzero(left))]
                 bounds, total, last = np.cumsum(weight).tolist(), float(weight.sum()), int(np.flatnonzero(weight)[-1])
             # Rounding may step past the last class that is left.

@@ -1,8 +1,8 @@
 """Partitions by name, for any labelled set: iid, shards, dirichlet, classes, quantity, column.
 
-Each gives every example to at most one client, leaves no client without training examples, and is the same for ever for
-a seed. A client's test examples come from where its training examples do: the same mix of classes, share of the data,
-or user.
+Each gives every example to at most one client, leaves no client without training examples, and always gives the same
+result for a seed. A client's test examples match its training examples: the same mix of classes, share of the data, or
+user.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Labels = np.ndarray
 
 
 def iid(labels: Labels, test_labels: Labels, clients: int, seed: int) -> Parts:
-    """Everybody has as many examples as the others, to one, drawn from all."""
+    """All clients have the same number of examples, give or take one, drawn from all."""
     _check_clients(clients, len(labels))
     random = _random_state(seed)
     train, test = (np.array_split(random.permutation(len(values)), clients) for values in (labels, test_labels))
@@ -29,14 +29,14 @@ def iid(labels: Labels, test_labels: Labels, clients: int, seed: int) -> Parts:
 
 
 def shards(labels: Labels, test_labels: Labels, clients: int, seed: int, each: int = 2) -> Parts:
-    """McMahan et al. (2017): examples in the order of their labels are cut into shards; a client has `each` of them.
+    """McMahan et al. (2017): sort examples by label and cut them into shards; each client gets `each` of them.
 
-    Its test examples are drawn from its own mix of classes, without replacement, as many for everybody.
+    Its test examples are drawn from its own mix of classes, without replacement, the same number for every client.
     """
     _positive("shards", each)
     _enough(clients, each, len(labels))
     random = _random_state(seed)
-    # Shuffled first: which examples of a class are in a shard is chance.
+    # Shuffled first, so that chance decides which examples of a class are in a shard.
     mixed = random.permutation(len(labels))
     pieces = np.array_split(mixed[np.argsort(labels[mixed], kind="stable")], clients * each)
     dealt = random.permutation(clients * each).reshape(clients, each)
@@ -47,9 +47,9 @@ def shards(labels: Labels, test_labels: Labels, clients: int, seed: int, each: i
 
 
 def classes(labels: Labels, test_labels: Labels, clients: int, alpha: float, seed: int, least: int = 2) -> Parts:
-    """Yurochkin et al. (2019): of every class, clients have shares that are drawn from Dir(α): sizes differ as well.
+    """Yurochkin et al. (2019): the clients' shares of every class are drawn from Dir(α), so that sizes differ as well.
 
-    Nobody has fewer than `least` training examples: who would takes them from those with the most.
+    A client with fewer than `least` training examples takes some from the clients with the most.
     """
     _concentration(alpha)
     _enough(clients, least, len(labels))
@@ -66,7 +66,7 @@ def classes(labels: Labels, test_labels: Labels, clients: int, alpha: float, see
 
 
 def quantity(labels: Labels, test_labels: Labels, clients: int, alpha: float, seed: int, least: int = 2) -> Parts:
-    """Li et al. (2022): all clients have the same mix of classes, but shares of the data that are drawn from Dir(α)."""
+    """Li et al. (2022): all clients have the same mix of classes, but their shares of the data come from Dir(α)."""
     _concentration(alpha)
     _enough(clients, least, len(labels))
     random = _random_state(seed)
@@ -79,7 +79,7 @@ def quantity(labels: Labels, test_labels: Labels, clients: int, alpha: float, se
 
 
 def column(owners: np.ndarray, test_owners: np.ndarray, least: int = 2) -> Parts:
-    """One client a user, in the order of their names; users with fewer than `least` training examples are left out."""
+    """One client per user, in the order of their names, without users with fewer than `least` training examples."""
     order = np.argsort(owners, kind="stable")
     names, starts = np.unique(owners[order], return_index=True)
     parts = {name: np.sort(rows) for name, rows in zip(names.tolist(), np.split(order, starts[1:]), strict=True)}
@@ -104,9 +104,10 @@ def divide(
     test_owners: Any = (),
     seed: int = 0,
 ) -> Parts:
-    """For every client the rows of its training and of its test examples; see PARTITIONS and the functions above.
+    """The rows of every client's training and test examples; see PARTITIONS and the functions above.
 
-    `alpha` is of dirichlet, classes and quantity, `shards_each` of shards, and `owners`, a user an example, of column.
+    dirichlet, classes and quantity take `alpha`, shards takes `shards_each`, and column takes `owners`, one user per
+    example.
 
     >>> train, test = divide([0, 0, 1, 1], partition="shards", clients=2, shards_each=1)
     >>> sorted(rows.tolist() for rows in map(np.sort, train))
@@ -118,13 +119,13 @@ def divide(
     alpha = convert(Option("alpha", float, 1.0), alpha)
     if partition == "column":
         if owners is None:
-            raise SettingError("a partition by column needs the column: owners=…, one user an example")
+            raise SettingError("a partition by column needs the column: owners=…, one user per example")
         _check_owners("", labels, owners)
-        if len(test_labels):  # by their owners alone, test examples need no labels
+        if len(test_labels):  # divided by owner alone, test examples need no labels
             _check_owners("test_", test_labels, test_owners)
         return column(_array(owners), _array(test_owners))
     if owners is not None:
-        raise SettingError(f"owners are of partition='column', not of {partition!r}")
+        raise SettingError(f"only partition='column' takes owners, not {partition!r}")
     y, test_y = _labels(labels, partition), _labels(test_labels, partition)
     named: dict[str, Callable[[], Parts]] = {
         "iid": lambda: iid(y, test_y, clients, seed),
@@ -147,10 +148,10 @@ def clients_from(
     test_owners: Any = (),
     **options: Any,
 ) -> list[ClientData]:
-    """Clients for `own_task` from one set: `clients_from(x, y, partition="dirichlet", clients=20, alpha=0.5)`.
+    """Make clients for `own_task` from one set: `clients_from(x, y, partition="dirichlet", clients=20, alpha=0.5)`.
 
     Without a `test` set, a share of each client's own examples is held out. The other options are those of `divide`.
-    Arrays of NumPy and lists become tensors.
+    NumPy arrays and lists become tensors.
     """
     x, y = _pair("(x, y)", (x, y))
     if test is not None:
@@ -172,7 +173,7 @@ def clients_from(
 
 
 def _hold_out(parts: Sequence[np.ndarray], share: float, seed: int) -> Parts:
-    """A share of each client's examples, by chance, but never so many that fewer than two are left."""
+    """Hold out a random share of each client's examples, but leave at least two for training."""
     random = _random_state(seed + 1)
     train, test = [], []
     for rows in parts:
@@ -183,7 +184,7 @@ def _hold_out(parts: Sequence[np.ndarray], share: float, seed: int) -> Parts:
 
 
 def _at_least(least: int, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Clients with fewer than `least` examples take the last ones of whoever has the most."""
+    """Let clients with fewer than `least` examples take the last ones of the client with the most."""
     for place, rows in enumerate(parts):
         while len(parts[place]) < least:
             rich = int(np.argmax([len(part) for part in parts]))
@@ -192,7 +193,7 @@ def _at_least(least: int, parts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _shares(random: np.random.RandomState, alpha: float, clients: int) -> np.ndarray:
-    """From Dir(α). For a tiny α the draw underflows to 0/0; there the Dirichlet's limit is a single client."""
+    """Draw from Dir(α). For a tiny α the draw underflows to 0/0; there we use the limit, a single client."""
     drawn = random.dirichlet(np.full(clients, alpha))
     return np.eye(clients)[random.randint(clients)] if np.isnan(drawn).any() else drawn
 
@@ -206,7 +207,7 @@ def _pair(name: str, given: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise DataError(f"{name} must be two tensors, inputs and targets")
     try:
-        # A copy of an array: torch warns of those that cannot be written to.
+        # Copy arrays, because torch warns about read-only ones.
         x, y = (
             torch.from_numpy(part.copy()) if isinstance(part, np.ndarray) else torch.as_tensor(part) for part in given
         )
@@ -220,7 +221,7 @@ def _pair(name: str, given: Any) -> tuple[Tensor, Tensor]:
 
 def _check_owners(kind: str, labels: Any, owners: Any) -> None:
     if len(owners) != len(labels):
-        raise DataError(f"{kind}owners has {len(owners)} users for {len(labels)} examples: give one user an example")
+        raise DataError(f"{kind}owners has {len(owners)} users for {len(labels)} examples: pass one user per example")
 
 
 def _whole(name: str, value: Any) -> int:
@@ -235,14 +236,14 @@ def _labels(values: Any, name: str) -> np.ndarray:
     if name in ("iid", "quantity"):  # any targets will do
         return found[:, 0] if found.ndim > 1 else found
     if found.ndim != 1 or found.dtype.kind not in "iub" or found.min() < 0:
-        raise DataError(f"the partition {name!r} needs labels, whole numbers from 0, one an example")
+        raise DataError(f"the partition {name!r} needs one label per example, a whole number of at least 0")
     return found.astype(np.int64)
 
 
 def _enough(clients: int, each: int, examples: int) -> None:
     _check_clients(clients, examples)
     if clients * each > examples:
-        raise DataError(f"{examples} training examples are not enough for {each} at each of {clients} clients")
+        raise DataError(f"{examples} training examples are not enough to give {clients} clients {each} each")
 
 
 def _concentration(alpha: float) -> None:

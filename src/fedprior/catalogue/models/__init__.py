@@ -1,4 +1,4 @@
-"""The paper's networks, pinned by their parameter counts."""
+"""The paper's networks, as determined by their parameter counts."""
 
 from fedprior.catalogue.models.for_images import for_images
 from fedprior.catalogue.models.initialise import INITIALISATIONS, initialise

@@ -1,4 +1,4 @@
-"""A network by name for images of any shape."""
+"""Build a network by name for images of any shape."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from fedprior.core.options import nearest
 
 
 def for_images(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """`lenet5`, `resnet20` or `logistic` for images of a shape [channels, height, width]."""
+    """Build `lenet5`, `resnet20` or `logistic` for images of shape [channels, height, width]."""
     channels, height, width = shape
     if name == "lenet5" and (height != width or height < 16):
         raise SettingError(
-            f"lenet5 needs square images of at least 16 pixels a side, got {height}×{width}; scale them: --set side=32"
+            f"lenet5 needs square images of at least 16×16 pixels, got {height}×{width}; scale them: --set side=32"
         )
     builders: dict[str, Callable[[], nn.Module]] = {
         "lenet5": lambda: LeNet5(channels, height, classes),

@@ -1,4 +1,4 @@
-"""Initial weights from a seed. Thresholds start relative to them, so the choice is a setting of a task."""
+"""Initial weights from a seed. Thresholds start relative to them, so the scheme is a setting of the task."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ INITIALISATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
 
 
 def initialise(build: Callable[[], nn.Module], scheme: str, seed: int) -> nn.Module:
-    """A new model whose weights depend on the seed alone; `default` is PyTorch's own."""
+    """Build a model whose weights depend on the seed alone. The scheme `default` is PyTorch's own."""
     if scheme not in INITIALISATIONS:
         raise SettingError(f"init must be one of {', '.join(INITIALISATIONS)}, got {scheme!r}")
     with torch.random.fork_rng(devices=[]):

@@ -1,10 +1,10 @@
-"""LeNet-5 as the paper's byte counts pin it."""
+"""LeNet-5, as determined by the paper's byte counts."""
 
 from torch import Tensor, nn
 
 
 class LeNet5(nn.Module):
-    """conv 5×5 of 32, pool, conv 5×5 of 64, pool, 512 neurons, classes: 878,538 parameters on CIFAR-10."""
+    """5×5 conv with 32 filters, pool, 5×5 conv with 64, pool, 512 neurons, classes: 878,538 parameters on CIFAR-10."""
 
     def __init__(self, channels: int = 1, side: int = 28, classes: int = 10) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ NORMS = ("group", "batch")
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions beside a shortcut, which is a 1×1 convolution where the shape changes."""
+    """Two 3×3 convolutions and a shortcut, which is a 1×1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """Three stages of three blocks, 16 to 64 channels: 278,324 parameters with 100 classes."""
+    """Three stages of three blocks, with 16 to 64 channels: 278,324 parameters for 100 classes."""
 
     def __init__(self, channels: int = 3, classes: int = 100, groups: int = 2, norm: str = "group") -> None:
         super().__init__()
