@@ -1,9 +1,10 @@
-"""The batched kernels against torch's own, on one GPU: right, and how fast.
+"""Compare the batched kernels with torch's own on one GPU: are they right, and how fast are they?
 
     PYTHONPATH=src python3 benchmarks/kernels.py [--quick] [--json FILE]
 
-For every convolution of the benchmark models: errors against double precision, then microseconds of the three
-products with cuDNN's grouped kernel and with ours for several tiles. Then whole training steps in a CUDA graph.
+For every convolution of the benchmark models, it prints errors against double precision, then the microseconds of the
+three products with cuDNN's grouped kernel and with ours for several tiles. Then it times whole training steps in a CUDA
+graph.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "fedprior"
 for name, folder in (("fedprior", SOURCE), ("fedprior.catalogue.models", SOURCE / "catalogue" / "models")):
-    # The kernels and models need torch alone; the package as a whole needs more than a GPU machine may have.
+    # The kernels and models need only torch; the whole package needs more than a GPU machine may have.
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules.setdefault(name, package)
@@ -38,7 +39,7 @@ from fedprior.kernels.mode import ROUTES  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATIENCE = 140
-"""Seconds after which only the default tiles are still measured."""
+"""After this many seconds, only the default tiles are measured."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def theirs(shape: Shape, product: str, data: Any) -> Any:
 
 
 def tiles(shape: Shape, product: str) -> list[conv.Tile]:
-    """The default first, then a handful around it."""
+    """The default tile first, then a handful around it."""
     out = (shape.side + 2 * shape.padding - shape.kernel) // shape.stride + 1
     taps = shape.kernel**2
     if product == "weight":
@@ -177,7 +178,7 @@ def short(tile: conv.Tile) -> str:
 
 
 def graphed(work: Callable[[], Any], calls: int, replays: int) -> float:
-    """Median microseconds of one call, in a graph of several."""
+    """Median microseconds per call, in a graph of several calls."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -205,7 +206,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def build(job: tuple[Shape, str, conv.Tile]) -> str:
-    """Compiles and runs once in a process of its own: fills Triton's cache, and a crash there harms nobody."""
+    """Compile and run once in a separate process: that fills Triton's cache, and a crash does no harm."""
     shape, product, tile = job
     try:
         ours(shape, product, shape.tensors(), tile)
@@ -223,7 +224,7 @@ def measure(shape: Shape, product: str, candidates: list[conv.Tile], calls: int)
     row["cudnn"] = graphed(lambda: theirs(shape, product, data), calls, 10)
     for tile in candidates:
         try:
-            # Several times: a race between threads need not show at once.
+            # Try several times: a race between threads may not show at once.
             error = max(relative(ours(shape, product, data, tile)[-2:], reference) for _ in range(6))
             row.setdefault("error", error)
             if not error < 3e-3:
@@ -265,7 +266,7 @@ class Pfl(nn.Module):
 
 
 def step(make: Callable[[], nn.Module], clients: int, images: int, mode: Callable[[], Any]) -> Callable[[], Any]:
-    """One SGD step of a cohort, as a function to capture."""
+    """One SGD step of a cohort, as a function that a graph can capture."""
     torch.manual_seed(0)
     modules = [make() for _ in range(clients)]
     stacked, _ = stack_module_state(modules)
@@ -320,7 +321,7 @@ def steps() -> list[dict[str, Any]]:
 
 
 def profile(make: Callable[[], nn.Module], clients: int, images: int) -> None:
-    """The ten kernels that take most of a step."""
+    """Print the ten kernels that take the most time in a step."""
     work = step(make, clients, images, BatchedKernels)
     work()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as record:
@@ -332,7 +333,7 @@ def profile(make: Callable[[], nn.Module], clients: int, images: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="the default tiles only")
+    parser.add_argument("--quick", action="store_true", help="only the default tiles")
     parser.add_argument("--json", type=Path, help="where to put all numbers")
     arguments = parser.parse_args()
     began = time.time()

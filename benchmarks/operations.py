@@ -1,14 +1,14 @@
-"""How many device operations one vectorised round takes, and where: most of them are a kernel launch on a GPU.
+"""Count the device operations of one vectorised round, by place: on a GPU, most of them are a kernel launch.
 
     python benchmarks/operations.py                                # FedAvg and FedSparse on every task
     python benchmarks/operations.py --tasks cifar100 --top 20      # which operations
     python benchmarks/operations.py --lines 20                     # which lines of fedprior
 
-No GPU is needed: the round runs on a CPU with few examples (as many steps and layers, smaller batches), and what torch
-dispatches is counted, views left out. What has a kernel of fedprior's own on a GPU counts as the launches it is there:
-draws from keys, gates, linear layers; `--plain` counts them as the operations they are on a CPU. Convolutions, pools
-and group norms are torch's own here and several operations each. Products, sorts and reductions may be more than one
-launch, and how long one takes does not show: read it before and after a change, not as milliseconds.
+No GPU is needed. The round runs on a CPU with few examples (the same steps and layers, smaller batches), and we count
+what torch dispatches, except views. Where fedprior has its own GPU kernel (draws from keys, gates, linear layers), we
+count its launches; `--plain` counts the CPU's operations instead. Convolutions, pools and group norms are torch's own
+here and take several operations each. Products, sorts and reductions may be more than one launch, and the counts say
+nothing about their duration. Compare them before and after a change; do not read them as milliseconds.
 """
 
 import argparse
@@ -49,7 +49,7 @@ FREE = {
     "_unsafe_view",
     "unsqueeze_",
 }
-"""Beside views: operations that launch nothing."""
+"""Operations, besides views, that launch nothing."""
 PHASES = {
     (together.Together, "_packets"): "packets",
     (together.Together, "_m_step"): "M-step",
@@ -59,11 +59,11 @@ PHASES = {
     (TreeOptimiser, "__init__"): "optimiser",
     (TreeOptimiser, "step"): "optimiser",
 }
-"""Functions whose operations are counted apart; the rest of the E-step is `steps`."""
+"""Functions whose operations are counted separately; the rest of the E-step is `steps`."""
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations that are not views, by phase, by name and by the line of fedprior that asked for them."""
+    """Counts operations other than views by phase, by name and by the line of fedprior that called them."""
 
     def __init__(self, lines: bool) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def counted(counting: Counting, owner: Any, name: str, phase: str) -> Any:
 
 
 def once(counting: Counting, owner: Any, name: str, stand_in: Any = None, launches: Any = None) -> Any:
-    """A function that a kernel replaces: one launch, or as many as `launches` says of its arguments."""
+    """Count a function that a kernel replaces as one launch, or as `launches` of its arguments."""
     original = stand_in or getattr(owner, name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def pull(layers: Any, z: Tensor, grads: Any, tensors: Any) -> Any:
 
 
 def alike(tensor: int) -> Any:
-    """A kernel that only its shape matters of: something like one of its arguments."""
+    """Stand in for a kernel of which only the shape matters: return something like one of its arguments."""
     return lambda *args: torch.sigmoid(args[tensor].clone())
 
 
@@ -178,7 +178,7 @@ def simulation(task: Task, algorithm: str) -> Any:
 
 
 def measure(task: Task, algorithm: str, kernels: bool, lines: bool) -> Counting:
-    """The second round: the first makes constants and moments."""
+    """Measure the second round: the first creates constants and moments."""
     driver = engine([simulation(task, algorithm)], "vectorised")
     driver.step(evaluate=False)
     counting = Counting(lines)

@@ -1,11 +1,11 @@
-"""fedprior against other simulators on the same tasks, in turns: A B C A B C …
+"""Compare fedprior with other simulators on the same tasks, in turns: A B C A B C …
 
     python benchmarks/peers.py --device cpu
     python benchmarks/peers.py --device cuda --json results.json
 
-Every contestant lives in a process of its own and waits there until it is told to do a round, so that at any time only
-one of them works. One untimed round at the end is for memory: the resident memory of a contestant's processes, pages
-that they share counted once.
+Every contestant has its own process and waits there until it is told to do a round, so that only one works at a time.
+One untimed round at the end measures memory: the resident memory of a contestant's processes, with shared pages counted
+once.
 """
 
 import argparse
@@ -38,11 +38,11 @@ PEERS = {
     "pfl": ("contestants.pfl_research", "play", "pfl"),
     "flower": ("contestants.flower", "play", "flwr"),
 }
-"""Name: the module and function that plays, and the package that it needs."""
+"""For each name, the module and function that plays, and the package that it needs."""
 PATIENCE = 300
-"""Seconds that one round may take, the first, which loads and compiles, included."""
+"""The most seconds that one round may take, including the first, which loads and compiles."""
 SWEPT = 9
-"""Runs in the sweep."""
+"""The number of runs in the sweep."""
 
 
 def play(peer: str, task: str, device: str, threads: int, total: int, pipe: Connection) -> None:
@@ -54,7 +54,7 @@ def play(peer: str, task: str, device: str, threads: int, total: int, pipe: Conn
 
 @dataclass
 class Contestant:
-    """A process and what it has reported."""
+    """A process and its reports."""
 
     name: str
     process: Any
@@ -75,7 +75,7 @@ class Contestant:
         return cls(name, process, mine)
 
     def turn(self, *, timed: bool, watched: bool = False) -> None:
-        """One round."""
+        """Do one round."""
         if self.failed:
             return
         done = threading.Event()
@@ -88,7 +88,7 @@ class Contestant:
             if self.pipe.poll(PATIENCE):
                 self.report = self.pipe.recv()
             else:
-                self._give_up(f"has not finished a round in {PATIENCE} s and is left out")
+                self._give_up(f"did not finish a round in {PATIENCE} s and is left out")
         except (EOFError, OSError):
             self._give_up("failed; see its output above")
         finally:
@@ -101,7 +101,7 @@ class Contestant:
             self.cpu_seconds.append(self.report["cpu_seconds"])
 
     def _give_up(self, why: str) -> None:
-        """Go on without this one: the others' table is worth having."""
+        """Continue without this one: the others' table is worth having."""
         self.failed = True
         print(f"{self.name} {why}", file=sys.stderr, flush=True)
         self.process.terminate()
@@ -111,17 +111,17 @@ class Contestant:
             self._look()
 
     def _look(self) -> None:
-        """Before and after a round, too: one on a GPU is shorter than the time between two looks."""
+        """Look before and after a round too: on a GPU, a round is shorter than the time between two looks."""
         self.host_bytes = max(self.host_bytes, resident(self.process.pid))
 
     def result(self) -> dict[str, Any]:
-        if self.failed or not self.seconds:  # one that failed half way has fewer rounds than those it is compared with
+        if self.failed or not self.seconds:  # a failed one has fewer rounds to compare
             return {}
         milliseconds = [1e3 * second for second in self.seconds]
         return {
             "ms": statistics.median(milliseconds),
             "all_ms": milliseconds,
-            # Of all cores together, in the contestant's first process: what is left on a machine that others use.
+            # CPU time of all cores in the contestant's first process: the only fair measure on a shared machine.
             "cpu_ms": 1e3 * statistics.median(self.cpu_seconds),
             "host_mib": self.host_bytes / 2**20,
             "gpu_mib": self.report.get("gpu_bytes", 0) / 2**20,
@@ -129,7 +129,7 @@ class Contestant:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process and all its descendants; a shared page counts for each by its share."""
+    """Bytes of a process and all its descendants; each process counts its share of a shared page."""
     total = 0
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -137,15 +137,15 @@ def resident(pid: int) -> int:
                 total += int(line.split()[1]) * 1024
         for thread in Path(f"/proc/{pid}/task").iterdir():
             total += sum(resident(int(child)) for child in (thread / "children").read_text().split())
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended in the meantime
         pass
     return total
 
 
 def contest(task: Task, peers: list[str], device: str, threads: int, warmup: int, rounds: int) -> dict[str, Any]:
-    """All peers on one task."""
+    """Run all peers on one task."""
     contestants = [Contestant.start(peer, task, device, threads, warmup + rounds + 1) for peer in peers]
-    for contestant in contestants:  # each alone: loading, compiling and capturing disturb nobody
+    for contestant in contestants:  # one at a time, so that loading, compiling and capturing disturb no other
         began = time.time()
         for _ in range(warmup):
             contestant.turn(timed=False)
@@ -164,7 +164,7 @@ def contest(task: Task, peers: list[str], device: str, threads: int, warmup: int
 
 
 def table(task: str, results: dict[str, Any]) -> str:
-    """Markdown: milliseconds a round, the ratio to FedAvg here round by round, and memory."""
+    """A Markdown table: milliseconds per round, the ratio to our FedAvg round by round, and memory."""
     rows: list[list[str]] = []
     ours = results.get("fedavg", {})
     for name, result in results.items():
@@ -173,13 +173,13 @@ def table(task: str, results: dict[str, Any]) -> str:
             continue
         ratio = ""
         if ours:
-            # Round by round, so that what else the machine does cancels out.
+            # Compare round by round, so that other load on the machine cancels out.
             pairs = zip(result["all_ms"], ours["all_ms"], strict=True)
             result["ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
             ratio = f"{result['ratio']:.2f}"
         memory = [f"{result[f'{kind}_mib']:.0f}" for kind in ("host", "gpu")]
         rows.append([name, f"{result['ms']:.1f}", ratio, *memory])
-    made = Table([task, "ms a round", "× fedavg", "host MiB", "GPU MiB"], rows).markdown()
+    made = Table([task, "ms per round", "× fedavg", "host MiB", "GPU MiB"], rows).markdown()
     if results.get("sweep") and results.get("fedsparse"):
         alone = SWEPT * results["fedsparse"]["ms"]
         together = results["sweep"]["ms"]
@@ -189,7 +189,7 @@ def table(task: str, results: dict[str, Any]) -> str:
 
 
 def installed(peers: list[str]) -> list[str]:
-    """Those whose package is there; the others are named."""
+    """The peers whose package is installed; print the names of the others."""
     here = [peer for peer in peers if importlib.util.find_spec(PEERS[peer][2])]
     for peer in peers:
         if peer not in here:
@@ -208,8 +208,8 @@ def main() -> None:
     parser.add_argument(
         "--peers", help=f"separated by commas: {', '.join(PEERS)}; usually all that make sense on the device"
     )
-    parser.add_argument("--rounds", type=int, help="timed rounds of each; 10 on a CPU, 30 on a GPU")
-    parser.add_argument("--warmup", type=int, help="rounds before that; 1 on a CPU, 20 on a GPU")
+    parser.add_argument("--rounds", type=int, help="timed rounds for each; by default 10 on a CPU, 30 on a GPU")
+    parser.add_argument("--warmup", type=int, help="rounds before that; by default 1 on a CPU, 20 on a GPU")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that a contestant may use")
     parser.add_argument("--json", type=Path, help="where to put all numbers")
     chosen = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Cost of clients that are not in the round: start-up, a round, memory, for 1,000 to 100,000 clients.
+"""Measure what clients outside the round cost: start-up, round and memory for 1,000 to 100,000 clients.
 
     python benchmarks/scale.py [--device cuda]
 
-Each number of clients has a process of its own. A client has eight images of 16×16; ten clients train in a round.
+Each number of clients runs in a separate process. A client has eight images of 16×16; ten clients train in a round.
 """
 
 import argparse
@@ -26,7 +26,7 @@ EXAMPLES, PIXELS = 8, 256
 
 
 def measure(clients: int, device: str) -> None:
-    # The interpreter, torch and, on a GPU, its context are no part of it.
+    # The interpreter, torch and, on a GPU, its context do not count.
     torch.zeros(1, device=device)
     before, began = peak(), time.perf_counter()
     draw = np.random.RandomState(0)
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--clients", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     chosen = parser.parse_args()
-    print("| clients | start-up, s | ms a round | data, MiB | memory, MiB |\n| ---: | ---: | ---: | ---: | ---: |")
+    print("| clients | start-up, s | ms per round | data, MiB | memory, MiB |\n| ---: | ---: | ---: | ---: | ---: |")
     for clients in chosen.clients:
         process = multiprocessing.get_context("spawn").Process(target=measure, args=(clients, chosen.device))
         process.start()

@@ -2,7 +2,7 @@
 
     python examples/own_model.py
 
-Twenty clients each know mostly two of four patterns. Together they train one small convolutional network, and the
+Each of twenty clients mostly sees two of four patterns. Together they train one small convolutional network, and the
 spike-and-slab prior of FedSparse finds out how few of its units the task needs.
 """
 
@@ -30,12 +30,12 @@ class TwoLayers(nn.Module):
 
 
 def make_clients() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """One `(x, y, test_x, test_y)` a client: noisy 8×8 images, labels unevenly divided. Yours come from your data."""
+    """One `(x, y, test_x, test_y)` per client: noisy 8×8 images with uneven labels. Use your own data here."""
     patterns = torch.randn(CLASSES, 1, 8, 8)
     clients = []
     for client in range(CLIENTS):
         favourites = torch.tensor([client % CLASSES, (client + 1) % CLASSES])
-        size = 30 + 5 * client  # clients need not be of one size
+        size = 30 + 5 * client  # clients may differ in size
         y = torch.where(torch.rand(size) < 0.8, favourites[torch.randint(2, (size,))], torch.randint(CLASSES, (size,)))
         x = patterns[y] + torch.randn(size, 1, 8, 8)
         held_out = size // 4
@@ -44,11 +44,11 @@ def make_clients() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 def main() -> None:
-    """Train and look at what came out."""
+    """Train, then look at the result."""
     torch.manual_seed(0)
     task = fedprior.own_task(TwoLayers(), make_clients(), name="patterns", clients_per_round=5, batch_size=10)
 
-    # Any setting that `fedprior algorithms` lists; `fedprior.run(task, "fedsparse")` takes the defaults.
+    # `fedprior algorithms` lists all settings; `fedprior.run(task, "fedsparse")` uses the defaults.
     fedsparse = fedprior.algorithm("fedsparse", task.network, lambda0=1e-4, local_optimiser="SGD(lr=0.1)")
     result = fedprior.run(task, fedsparse, rounds=40, evaluate_every=10, seed=1)  # out="runs/patterns" keeps it
 
@@ -62,7 +62,7 @@ def main() -> None:
     summary = result.summary
     print(f"{summary['effective_parameters']:,} of {summary['parameters']:,} parameters are left")
 
-    # The server's network is an ordinary module again; closed units are zero in it.
+    # The server's network is an ordinary module again. Its closed units are zero.
     x, y = task.data.test_x[:5], task.data.test_y[:5]
     print("predicted", result.model(x).argmax(1).tolist(), "true", y.tolist())
 

@@ -15,20 +15,20 @@ import numpy as np
 
 
 def read(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of the original IDX files: a header of 16 and of 8 bytes, then bytes."""
+    """Read images and labels from the original IDX files: a header of 16 or 8 bytes, then one byte per value."""
     images = np.frombuffer((folder / f"{part}-images-idx3-ubyte").read_bytes(), np.uint8, offset=16)
     labels = np.frombuffer((folder / f"{part}-labels-idx1-ubyte").read_bytes(), np.uint8, offset=8)
     return images.reshape(-1, 28, 28), labels
 
 
 def balanced(labels: np.ndarray, each: int, random: np.random.RandomState) -> np.ndarray:
-    """`each` rows of every digit, in mixed order."""
+    """Choose `each` rows of every digit, in random order."""
     rows = [random.permutation(np.flatnonzero(labels == digit))[:each] for digit in range(10)]
     return random.permutation(np.concatenate(rows))
 
 
 def main(folder: Path, target: Path) -> None:
-    """Choose, pack, write."""
+    """Choose the images, pack them and write the file."""
     random = np.random.RandomState(2021)
     arrays = {}
     for name, part, each in (("train", "train", 1000), ("test", "t10k", 200)):

@@ -34,7 +34,7 @@ where the time goes; [benchmarks/README.md](../benchmarks/README.md) says why th
 
 
 def number(values: list[float], digits: int = 1) -> str:
-    """The mean of what is known."""
+    """The mean of the known values."""
     known = [value for value in values if math.isfinite(value)]
     return f"{np.mean(known):.{digits}f}" if known else "–"
 
@@ -73,7 +73,7 @@ def of_runs(entry: dict[str, Any], results: Path) -> str:
 
 
 def memory(mib: float) -> str:
-    """A dash where it was not looked at."""
+    """Format a size; a dash if it was not measured."""
     return f"{mib:,.0f}" if mib else "–"
 
 

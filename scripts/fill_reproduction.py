@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def fill(document: str, results: Path) -> str:
-    """The document with every table that there is; the other places stay as they are."""
+    """Insert every table that exists; leave the other places as they are."""
 
     def table(place: re.Match[str]) -> str:
         path = results / place[1] / "table.md"

@@ -1,10 +1,10 @@
-"""What a deployment really sends: our count beside Flower's counter and the TCP bytes of the devices' connections.
+"""What a deployment really sends: our count next to Flower's counter and the TCP bytes of the devices' connections.
 
     python scripts/flower_bytes.py [--rounds 3]
 
-A federation on loopback as in `make deploy`, with a proxy between the devices and the server that counts what passes in
-each direction, TLS and polling included. Dense is fedavg; sparse is fedsparse with thresholds that close units fast.
-Prints a Markdown table.
+It starts a federation on loopback, as in `make deploy`, with a proxy between the devices and the server that counts the
+bytes in each direction, including TLS and polling. Dense is fedavg; sparse is fedsparse with thresholds that close
+units fast. It prints a Markdown table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ IDLE = 20.0
 
 
 class CountingProxy:
-    """Passes TCP connections on and counts their bytes: `up` from the devices, `down` to them."""
+    """Forwards TCP connections and counts their bytes: `up` from the devices, `down` to them."""
 
     def __init__(self, target: int) -> None:
         self.target, self.up, self.down, self.lock = target, 0, 0, threading.Lock()
@@ -54,13 +54,13 @@ class CountingProxy:
             sink.close()
 
     def counts(self) -> tuple[int, int]:
-        """Bytes up and down until now."""
+        """Bytes up and down so far."""
         with self.lock:
             return self.up, self.down
 
 
 def measure(federation: Loopback, proxy: CountingProxy, folder: Path, name: str, rounds: int) -> dict[str, float]:
-    """One run: its bytes by each of the three counts."""
+    """Run once and return its bytes by each of the three counts."""
     algorithm, settings = JOBS[name]
     before, began = proxy.counts(), time.monotonic()
     config = {
@@ -104,8 +104,8 @@ def main() -> None:
         before = proxy.counts()
         time.sleep(IDLE)
         up, down = ((after - start) / IDLE / 3 for after, start in zip(proxy.counts(), before, strict=True))
-        print(f"Idle, a device: {up:,.0f} bytes a second up, {down:,.0f} down.\n")
-        print("| run | direction | messages | ours | Flower's counter | TCP with TLS | TCP beyond ours, a message |")
+        print(f"An idle device: {up:,.0f} bytes per second up, {down:,.0f} down.\n")
+        print("| run | direction | messages | ours | Flower's counter | TCP with TLS | TCP beyond ours, per message |")
         print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
         for name in JOBS:
             got = measure(federation, proxy, Path(temporary) / JOBS[name][0], name, rounds)

@@ -1,9 +1,9 @@
-"""One algorithm, every engine: the simulator, Flower's simulation, the TLS deployment, and one whose server dies.
+"""Run an algorithm on every engine: the simulator, Flower's simulation, a TLS deployment, and one whose server dies.
 
     python scripts/flower_engines.py [--algorithms fedavg,fedsparse] [--engines simulation,deployment,killed]
 
-Three clients of mnist-mini, a few local steps, the same seed. For every engine, the largest difference between its
-final weights and the simulator's. `simulation` needs ray: pip install 'flwr[simulation]'.
+There are three clients of mnist-mini, a few local steps, and one seed. For every engine, it prints the largest
+difference between its final weights and the simulator's. `simulation` needs ray: pip install 'flwr[simulation]'.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def job_config(algorithm: str, rounds: int) -> dict[str, str]:
 
 
 def simulated(algorithm: str, rounds: int, folder: Path) -> Path:
-    """fedprior's own simulator."""
+    """Run fedprior's own simulator."""
     job = named_job(job_config(algorithm, rounds))
     assert job.data is not None
     task = fedprior.Task(job.task, job.network, job.data, options=job.options)
@@ -40,7 +40,7 @@ def simulated(algorithm: str, rounds: int, folder: Path) -> Path:
 
 
 def deployed(engine: str, algorithm: str, folder: Path) -> Path:
-    """The same through Flower."""
+    """Run the same job through Flower."""
     limits = {"round-seconds": 300.0, "wait-for": 3, "min-replies": 3}
     config = {**job_config(algorithm, ROUNDS[engine]), **limits}
     with Loopback(folder / "federation", simulation=engine == "simulation") as federation:
@@ -60,7 +60,7 @@ def deployed(engine: str, algorithm: str, folder: Path) -> Path:
 
 
 def difference(one: Path, other: Path) -> float:
-    """The largest, over all weights."""
+    """The largest difference over all weights."""
     ours, theirs = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (one, other))
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
 
@@ -68,7 +68,7 @@ def difference(one: Path, other: Path) -> float:
 def main() -> None:
     """Run and print."""
     end_on_signals()
-    # As many threads as the deployment's processes have: sums that are divided among cores round differently.
+    # Use as many threads as the deployment's processes: sums that are split among cores round differently.
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--algorithms", default="fedavg,fedsparse")

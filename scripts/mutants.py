@@ -1,13 +1,13 @@
 """Mutation testing: put one deliberate mistake at a time into a copy of the sources and see whether tests notice.
 
     make mutants                        # all of them
-    make mutants ONLY=priors            # those whose file, or what they break, matches a pattern
+    make mutants ONLY=priors            # those whose file or description matches a pattern
 
-The mistakes are listed in tests/mutants/*.toml, by file under src/fedprior. Each says what it breaks, the text that
-stands there, the text to put in its place, and the tests that must notice. One that changes nothing that anybody could
-observe says why in `equivalent`; it is run all the same, and is an error once it is noticed.
+The mistakes are listed in tests/mutants/*.toml, by file under src/fedprior. Each entry says what it breaks, the old
+text, the text to put in its place, and the tests that must notice. If a mistake has no observable effect, `equivalent`
+says why; it is run all the same, and it is an error if a test notices it.
 
-The tests are first run without any mistake: a test that fails anyway would notice everything.
+The tests first run without any mistake: a test that fails anyway would notice everything.
 """
 
 import argparse
@@ -35,9 +35,9 @@ LISTS = ROOT / "tests" / "mutants"
 NOTICED, UNNOTICED, EQUIVALENT, STALE, SLOW = "noticed", "NOT noticed", "equivalent", "stale", "too slow"
 WANTED = 0.95
 PRELOADED = ("hypothesis.extra.numpy", "pytest", "rich.console", "safetensors.torch", "torch._dynamo", "typer")
-"""What is imported before anything is forked: no part of it knows fedprior. Optimisers pull in torch._dynamo."""
+"""Imported before any fork, because none of it knows fedprior. Optimisers pull in torch._dynamo."""
 BROKEN = 70
-"""The exit status where pytest itself failed: that is no test that notices."""
+"""The exit status if pytest itself failed, which does not count as a test that notices."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ class Mistake:
     """One deliberate mistake."""
 
     file: str
-    """Under src/fedprior."""
+    """The path under src/fedprior."""
     breaks: str
     old: str
-    """What stands there, exactly once."""
+    """The text to replace, which must occur exactly once."""
     new: str
     tests: tuple[str, ...]
     """Files or pytest node ids under tests/."""
     equivalent: str = ""
-    """Why no test can notice, where none can."""
+    """Why no test can notice, if none can."""
 
     def mutated(self, root: Path) -> str | None:
-        """The file with the mistake in it; None: it no longer applies."""
+        """The file with the mistake in it, or None if the mistake no longer applies."""
         path = root / "src" / "fedprior" / self.file
         source = path.read_text(encoding="utf-8") if path.is_file() else ""
         return source.replace(self.old, self.new) if source.count(self.old) == 1 and self.new != self.old else None
 
 
 def read_mistakes(folder: Path = LISTS) -> list[Mistake]:
-    """All lists, in the order of their names."""
+    """Read all lists, in the order of their names."""
     return [
         Mistake(file, entry["breaks"], entry["old"], entry["new"], tuple(entry["tests"]), entry.get("equivalent", ""))
         for path in sorted(folder.glob("*.toml"))
@@ -90,17 +90,17 @@ class Copies:
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, first / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         shutil.copy(ROOT / "pyproject.toml", first)
-        # Two mistakes in a row may leave a file of the same length in the same second: what is compiled is known by
-        # its source's hash.
+        # Two mistakes in a row may leave a file of the same length in the same second, so compiled files are matched
+        # by the hash of their source.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(first / "src", quiet=2, invalidation_mode=checked)
         for copy in others:
             shutil.copytree(first, copy)
         self.right: dict[Path, tuple[Path, bytes]] = {}
-        """Of each copy with a mistake in it, the file as it should be."""
+        """For each copy with a mistake, the file and its correct content."""
 
     def start(self, task: Task) -> tuple[BaseProcess, Path]:
-        """Put the mistake in, and start its tests in a process of its own."""
+        """Put the mistake in, and start its tests in a separate process."""
         copy = self.free.pop()
         if task.mistake is not None:
             path, changed = copy / "src" / "fedprior" / task.mistake.file, task.mistake.mutated(copy)
@@ -122,7 +122,7 @@ class Copies:
 
 
 def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
-    """pytest on a copy, in this process, which ends with pytest's exit status."""
+    """Run pytest on a copy in this process, which then exits with pytest's status."""
     import pytest
 
     os.setsid()
@@ -135,8 +135,8 @@ def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy / "src"), str(copy / "tests")])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", f"--basetemp={copy / 'temporary'}"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported before the fork
-    options.append("--hypothesis-seed=0")  # the same random examples every time: a mistake is noticed, or it is not
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # for modules imported before the fork
+    options.append("--hypothesis-seed=0")  # the same random examples every time, so that results do not vary
     try:
         status = int(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
     except BaseException:
@@ -148,7 +148,7 @@ def _run_tests(copy: Path, tests: tuple[str, ...]) -> None:
 
 
 def run(tasks: Sequence[Task], jobs: int, limit: float) -> Iterator[Task]:
-    """Run the tasks, so many at a time, and yield each when it has ended."""
+    """Run the tasks, `jobs` at a time, and yield each when it has ended."""
     with tempfile.TemporaryDirectory(prefix="fedprior-mutants-") as folder:
         copies = Copies(Path(folder), jobs)
         waiting, running = list(tasks), dict[BaseProcess, tuple[Task, Path, float]]()
@@ -186,14 +186,14 @@ def _outcome(process: BaseProcess, task: Task, copy: Path) -> str:
 
 
 def _end(process: BaseProcess) -> None:
-    """End a process that we started, and what its tests have started."""
+    """End a process that we started, together with any that its tests started."""
     if process.pid is not None and process.is_alive():
         os.killpg(process.pid, 9)
     process.join()
 
 
 def _baseline(mistakes: Sequence[Mistake]) -> list[Task]:
-    """Every test that some mistake names, file by file, without a mistake."""
+    """Every test that a mistake names, file by file, to run without any mistake."""
     named = sorted({test for mistake in mistakes for test in mistake.tests})
     files: dict[str, list[str]] = {}
     for test in named:
@@ -202,7 +202,7 @@ def _baseline(mistakes: Sequence[Mistake]) -> list[Task]:
 
 
 def _interpreted() -> bool:
-    """Whether kernels can be run; without a GPU they are interpreted, which Triton must know when it is imported."""
+    """Whether kernels can run. Without a GPU they are interpreted, which Triton must know when it is imported."""
     import torch
 
     if not torch.cuda.is_available():
@@ -211,23 +211,23 @@ def _interpreted() -> bool:
 
 
 def main() -> int:
-    """Run the chosen mistakes and print a table; 0 if at least 95% are noticed and nothing is stale."""
+    """Run the chosen mistakes and print a table; return 0 if at least 95% are noticed and none is stale."""
     parser = argparse.ArgumentParser(description="Put deliberate mistakes into the sources; see whether tests notice.")
-    parser.add_argument("only", nargs="*", help="patterns of files or of what breaks; none: all mistakes")
-    parser.add_argument("--jobs", type=int, default=2, help="how many run at the same time")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one mistake's tests may take")
+    parser.add_argument("only", nargs="*", help="patterns of files or descriptions; all mistakes if none is given")
+    parser.add_argument("--jobs", type=int, default=2, help="how many to run at the same time")
+    parser.add_argument("--limit", type=float, default=300, help="the most seconds that one mistake's tests may take")
     parser.add_argument("--no-baseline", action="store_true", help="do not first run the tests without mistakes")
     given = parser.parse_args()
     every = read_mistakes()
     chosen = [m for m in every if all(re.search(p, f"{m.file}: {m.breaks}") for p in given.only)]
     stale = [m for m in chosen if m.mutated(ROOT) is None]
     for mistake in stale:
-        print(f"{STALE:12} {mistake.file}: {mistake.breaks}: its old text is not there exactly once")
+        print(f"{STALE:12} {mistake.file}: {mistake.breaks}: its old text does not occur exactly once")
     chosen = [m for m in chosen if m not in stale]
     if not _interpreted():
-        print("The kernels are left out: Triton is not installed.")
+        print("Skipping the kernels: Triton is not installed.")
         chosen = [m for m in chosen if not m.file.startswith("kernels/")]
-    # Once: every task is a fork of this process.
+    # Import once: every task is a fork of this process.
     for name in PRELOADED:
         importlib.import_module(name)
     if not given.no_baseline:
@@ -243,7 +243,7 @@ def main() -> int:
         print(f"{task.outcome:12} {task.seconds:5.1f} s  {task.mistake.file}: {task.mistake.breaks}", flush=True)
     counted = sum(outcomes.values()) - outcomes[EQUIVALENT]
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common() if count))
-    print(f"{outcomes[NOTICED] / max(counted, 1):.1%} noticed of the {counted} that can be")
+    print(f"{outcomes[NOTICED] / max(counted, 1):.1%} of the {counted} that can be noticed were noticed")
     return int(bool(outcomes[STALE]) or outcomes[NOTICED] < WANTED * counted)
 
 

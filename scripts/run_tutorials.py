@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/tutorials and store what each cell prints, so that readers and the site show it.
+"""Run the notebooks in docs/tutorials and store what each cell prints, so that notebook viewers and the site show it.
 
 python scripts/run_tutorials.py [NAME ...]
 """
@@ -16,7 +16,7 @@ TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 
 
 def execute(notebook: dict[str, Any], namespace: dict[str, Any]) -> list[str]:
-    """Run the code cells one after the other in a namespace; what each printed."""
+    """Run the code cells one after another in a namespace; return what each printed."""
     printed = []
     for number, cell in enumerate(one for one in notebook["cells"] if one["cell_type"] == "code"):
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -26,7 +26,7 @@ def execute(notebook: dict[str, Any], namespace: dict[str, Any]) -> list[str]:
 
 
 def store(notebook: dict[str, Any], printed: list[str]) -> None:
-    """Put what was printed below its cell."""
+    """Put the printed text below its cell."""
     cells = [one for one in notebook["cells"] if one["cell_type"] == "code"]
     for cell, text in zip(cells, printed, strict=True):
         stream = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
@@ -34,7 +34,7 @@ def store(notebook: dict[str, Any], printed: list[str]) -> None:
 
 
 def main(names: list[str]) -> None:
-    """All notebooks, or those of some names."""
+    """Run all notebooks, or those with the given names."""
     for path in sorted(TUTORIALS.glob("*.ipynb")):
         if names and path.stem not in names:
             continue

@@ -1,8 +1,8 @@
-"""What the site has beside docs/*.md: a hook of MkDocs (mkdocs.yml), nothing to call by hand.
+"""Add to the site what is not in docs/*.md. This is a MkDocs hook (mkdocs.yml); do not call it by hand.
 
-Documents link to what is beside them in the repository: a source file, a picture of results/, a notebook. On the site
-each such target becomes a page or a copied picture, so that every link works there too. A link to something that does
-not exist stays as it is, and the strict build refuses it.
+Documents link to other files of the repository: a source file, a picture in results/, a notebook. On the site each such
+target becomes a page or a copied picture, so that every link works there too. A link to something that does not exist
+stays as it is, and the strict build refuses it.
 """
 
 import json
@@ -20,14 +20,14 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-"""Documents outside docs/ that are pages of their own."""
+"""Documents outside docs/ that become pages."""
 PICTURES = {".png", ".svg", ".jpg"}
 LINK = re.compile(r"\]\((?![a-z]+:|#|/)([^)\s#]+)(#[^)\s]*)?\)")
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def address(path: str) -> str:
-    """Where on the site a file or folder of the repository is."""
+    """The place on the site of a file or folder of the repository."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):
@@ -43,13 +43,13 @@ def origin(page: str) -> str:
 
 
 def targets(path: str, text: str) -> set[str]:
-    """What of the repository a document links to, if it is there."""
+    """The existing files of the repository that a document links to."""
     found = (posixpath.normpath(posixpath.join(posixpath.dirname(path), link[1])) for link in LINK.finditer(text))
     return {target for target in found if not target.startswith("..") and (ROOT / target).exists()}
 
 
 def relink(path: str, text: str) -> str:
-    """A document with its links as they are on the site."""
+    """Rewrite a document's links for the site."""
     here, folder = posixpath.dirname(address(path)), posixpath.dirname(path)
 
     def link(match: re.Match[str]) -> str:
@@ -62,7 +62,7 @@ def relink(path: str, text: str) -> str:
 
 
 def notebook(path: Path) -> str:
-    """A notebook as Markdown, with the output that is stored in it."""
+    """Convert a notebook to Markdown, including its stored output."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
@@ -77,7 +77,7 @@ def notebook(path: Path) -> str:
 
 
 def shown(path: str) -> str:
-    """A file of the repository, or a list of what a folder holds, as a page."""
+    """Show a file of the repository, or a list of a folder's contents, as a page."""
     place = ROOT / path
     if place.is_dir():
         names = sorted(f"{one.name}/" if one.is_dir() else one.name for one in place.iterdir())
@@ -100,7 +100,7 @@ def on_files(files: Any, config: Any) -> Any:
     wanted = set(documents)
     for path, text in documents.items():
         wanted |= targets(path, text)
-    for path in list(wanted):  # a README of another folder is a page, and links further
+    for path in list(wanted):  # a README of another folder is a page with links of its own
         if path.endswith(".md") and path not in documents:
             wanted |= targets(path, (ROOT / path).read_text(encoding="utf-8"))
     for path in sorted(wanted):

@@ -1,10 +1,10 @@
-"""Run the tests in the ways in which machines differ, one after another, and print a table.
+"""Run the tests in all the ways in which machines differ, one after another, and print a table.
 
     make test-everywhere
     python scripts/test_everywhere.py --ways default,avx2 tests/priors tests/wire
 
-Threads change the order of sums, the processor's instructions their rounding, oneDNN which kernels convolve, and a busy
-machine how long everything takes. A test that passes in some of these ways only was lucky in them.
+Threads change the order of sums, the processor's instructions change their rounding, oneDNN changes which kernels
+convolve, and a busy machine is slower. A test that passes in only some of these ways was lucky there.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WAYS = {
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that compute nothing, for as long as it takes."""
+    """Keep this many processes spinning inside this block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -43,7 +43,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def run(way: str, arguments: list[str], log: Path) -> tuple[int, str, list[str]]:
-    """pytest's exit status, its last line, and the tests that failed."""
+    """Run pytest; return its exit status, its last line, and the tests that failed."""
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-rfE", "--tb=short", *arguments]
     environment = {key: value for key, value in os.environ.items() if key not in {k for w in WAYS.values() for k in w}}
     with busy(2 if way == "busy" else 0), log.open("w", encoding="utf-8") as file:
@@ -55,14 +55,14 @@ def run(way: str, arguments: list[str], log: Path) -> tuple[int, str, list[str]]
 
 
 def main() -> int:
-    """The command; its status is 0 if every way passed."""
+    """Run the command; return 0 if every way passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}; all if not given")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}; all if not given")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "test-everywhere", help="where outputs are kept")
     given, arguments = parser.parse_known_args()
     ways = given.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
-        parser.error(f"there is no way {unknown[0]!r}; there are {', '.join(WAYS)}")
+        parser.error(f"unknown way {unknown[0]!r}; choose from {', '.join(WAYS)}")
     given.logs.mkdir(parents=True, exist_ok=True)
     statuses = []
     print(f"{'way':<12}{'minutes':>9}  outcome", flush=True)

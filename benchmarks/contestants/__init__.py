@@ -1,1 +1,1 @@
-"""Frameworks that do the same rounds, each in a process of its own."""
+"""Frameworks that do the same rounds, each in a separate process."""

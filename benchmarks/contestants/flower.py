@@ -1,4 +1,4 @@
-"""Flower's simulation engine: one CPU a client, as many actors as there are CPUs, data in a file that they share."""
+"""Flower's simulation engine: one CPU per client, as many actors as CPUs, and data in a file that they share."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ def train(message: Any, context: Any, name: str, folder: str, starts: list[int],
     rows = slice(starts[client], starts[client + 1])
     module.to(device)
     plain.train(module, x[rows].to(device), y[rows].to(device), task.batch)
-    # The same weight for all: the mean, as everybody else takes it.
+    # All have the same weight, which gives the plain mean, as in the other contestants.
     content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": 1})}
     return Message(content=RecordDict(content), reply_to=message)
 

@@ -23,7 +23,7 @@ def play(
     runs: tuple[tuple[int, dict[str, Any]], ...],
     where: str = "auto",
 ) -> None:
-    """Rounds of one run, or of several together: a seed and an algorithm's settings each; `where` the data are kept."""
+    """Do rounds of one run, or of several together, each with its seed and settings; `where` is where data live."""
     torch.set_num_threads(threads)
     x, y, starts = task.data()
     shards = Shards(torch.arange(starts[-1]), torch.tensor(starts).numpy())

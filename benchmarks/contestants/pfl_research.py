@@ -1,4 +1,4 @@
-"""pfl-research as its own CIFAR10 benchmark uses it: all data on the device, no callbacks, no evaluation."""
+"""pfl-research as in its own CIFAR10 benchmark: all data on the device, no callbacks, no evaluation."""
 
 import importlib.util
 import multiprocessing
@@ -17,11 +17,11 @@ UNUSED = {
     "prv_accountant": (),
     "scipy": ("special", "stats", "optimize"),
 }
-"""What pfl imports for differential privacy and trees, which nothing here calls: a GPU machine may do without."""
+"""What pfl imports for differential privacy and trees. Nothing here calls it, so a GPU machine may lack it."""
 
 
 def stand_in() -> None:
-    """Empty modules for those of `UNUSED` that are not installed."""
+    """Make empty modules for those in `UNUSED` that are not installed."""
     for package, parts in UNUSED.items():
         if importlib.util.find_spec(package) is None:
             for name in (package, *(f"{package}.{part}" for part in parts)):
@@ -43,7 +43,7 @@ def play(task: Task, device: str, threads: int, turns: Turns) -> None:
     from pfl.model.pytorch import PyTorchModel
 
     torch.set_num_threads(threads)
-    assert pytorch_ops.get_default_device().type == device, "pfl takes the GPU where there is one"
+    assert pytorch_ops.get_default_device().type == device, "pfl uses the GPU if there is one"
     x, y, starts = task.data()
     x, y, module = x.to(device), y.to(device), task.module()
     kind = type(module)
@@ -71,7 +71,7 @@ def play(task: Task, device: str, threads: int, turns: Turns) -> None:
     backend = SimulatedBackend(training_data=clients, val_data=clients)
     training = NNTrainHyperParams(local_learning_rate=LR, local_num_epochs=1, local_batch_size=task.batch)
     algorithm = FederatedAveraging()
-    algorithm._current_central_iteration = 1  # round 0 is one with an evaluation
+    algorithm._current_central_iteration = 1  # round 0 would evaluate
     for number in turns:
         params = NNAlgorithmParams(number + 1, 10**9, train_cohort_size=task.cohort, val_cohort_size=0)
         algorithm.run(params, backend, model, training, send_metrics_to_platform=False)

@@ -1,4 +1,4 @@
-"""A hand-written torch loop, as one would write it: a copy of the model, SGD, the mean."""
+"""A simple hand-written torch loop: a copy of the model, SGD, the mean."""
 
 import copy
 from collections.abc import Iterable

@@ -37,7 +37,7 @@ class Task:
     classes: int
     clients: int
     examples: int
-    """Examples a client; their mean where sizes are uneven."""
+    """Examples per client; the mean if sizes are uneven."""
     cohort: int
     batch: int
     uneven: bool = False
@@ -50,14 +50,14 @@ class Task:
         return np.clip(drawn.round(), 20, 2 * self.examples).astype(int).tolist()
 
     def data(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Inputs and labels, client after client, and where each client's begin."""
+        """Inputs and labels, client after client, and where each client's rows begin."""
         starts = [0, *np.cumsum(self.sizes()).tolist()]
         draw = torch.Generator().manual_seed(0)
         x = torch.empty(starts[-1], *self.shape).normal_(generator=draw)
         return x, torch.randint(self.classes, (starts[-1],), generator=draw), starts
 
     def module(self) -> nn.Module:
-        """The model with the same weights for everybody."""
+        """The model, with the same weights for all contestants."""
         torch.manual_seed(0)
         return self.model()
 
@@ -67,10 +67,10 @@ TASKS = {
     for task in (
         Task("cifar10", lambda: LeNet5(3, 32, 10), (3, 32, 32), 10, 100, 500, 10, 64),
         Task("cifar100", lambda: ResNet20(3, 100), (3, 32, 32), 100, 500, 100, 10, 20),
-        # FEMNIST has 3,500 writers; fewer here, because only those in a round cost anything.
+        # FEMNIST has 3,500 writers. Fewer are enough here, because only those in a round cost anything.
         Task("femnist", lambda: LeNet5(1, 28, 62), (1, 28, 28), 62, 1000, 200, 10, 20, uneven=True),
         Task("pfl-cifar10", PflCnn, (3, 32, 32), 10, 1000, 50, 50, 10),
-        # To see in seconds whether everything runs.
+        # A quick check that everything runs.
         Task("smoke", lambda: LeNet5(1, 28, 10), (1, 28, 28), 10, 20, 40, 4, 20),
     )
 }

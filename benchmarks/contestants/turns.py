@@ -1,4 +1,4 @@
-"""A contestant's side of the conversation: wait for a turn, do a round, say how long it took."""
+"""A contestant's side of the conversation: wait for a turn, do a round, report how long it took."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 class Turns(Iterator[int]):
-    """`for number in turns:` does one round each time; the time between two calls of `next` is a round's."""
+    """`for number in turns:` does one round each time; a round is the time between two calls of `next`."""
 
     def __init__(self, pipe: Connection, total: int, device: str) -> None:
         self.pipe, self.total, self.device, self.number = pipe, total, device, 0

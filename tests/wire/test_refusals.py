@@ -63,7 +63,7 @@ def test_ends_that_differ_in_one_thing_do_not_understand_each_other(differ: str)
 def test_a_message_of_an_earlier_or_later_round_is_refused(layout: Layout, number: int) -> None:
     data = encode(quantise(message(), layout), layout, number)
     assert decode(data, layout, number)
-    with pytest.raises(WireError, match=f"round {number}, expected round 7"):
+    with pytest.raises(WireError, match=f"round {number}, expected 7"):
         decode(data, layout, 7)
 
 

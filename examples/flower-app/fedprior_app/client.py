@@ -1,4 +1,4 @@
-"""The half that runs on every device."""
+"""The part that runs on every device."""
 
 from fedprior.flower import client_app
 from fedprior_app.job import make_data, make_job

@@ -1,4 +1,4 @@
-"""What to train and on what data. This is the file to change."""
+"""What to train, and on which data. This is the file to change."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class TwoLayers(nn.Module):
 
 
 def make_job(config: Mapping[str, Any]) -> Job:
-    """The same on the server and on every client, because all of them run this code with this config."""
+    """Make the job. It is the same on the server and on every client: all run this code with this config."""
     if config["task"] != "own":
         return named_job(config)
     torch.manual_seed(0)
@@ -48,5 +48,5 @@ def make_data(job: Job, context: Context) -> tuple[Tensor, ...]:
     if folder is None:
         raise DataError("start this node with --node-config 'partition-id=0 data-dir=\"/path/to/its/data\"'")
     parts = ("x", "y", "test_x", "test_y")
-    # Arrays only: a pickle in a data folder would run as code.
+    # Load only arrays: a pickle in a data folder would run as code.
     return tuple(torch.from_numpy(np.load(Path(str(folder)) / f"{part}.npy", allow_pickle=False)) for part in parts)

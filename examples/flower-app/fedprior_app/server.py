@@ -1,4 +1,4 @@
-"""The half that runs on the server."""
+"""The part that runs on the server."""
 
 from fedprior.flower import server_app
 from fedprior_app.job import make_job

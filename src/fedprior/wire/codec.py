@@ -240,7 +240,7 @@ def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memor
     if zlib.crc32(body, zlib.crc32(data[: HEADER_BYTES - 4])) != checksum:
         raise WireError("message was damaged on the way: its checksum does not match")
     if round_number is not None and number != round_number:
-        raise WireError(f"message is from round {number}, expected round {round_number}")
+        raise WireError(f"message is from round {number}, expected {round_number}")
     return body, flags
 
 
