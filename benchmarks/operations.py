@@ -165,7 +165,7 @@ def simulation(task: Task, algorithm: str) -> Any:
     data = FederatedData(x, y, x, y, rows, rows, small.classes)
     network = fedprior.Network(small.module(), x[0])
     settings = Settings(clients_per_round=small.cohort, batch_size=small.batch, device="cpu", workers=1)
-    # As on a GPU: all tensors in one launch.
+    # As on a GPU, one launch handles all tensors.
     options = {"local_optimiser": f"SGD(lr={LR}, foreach=True)"}
     if algorithm == "fedsparse":
         options |= {
