@@ -184,7 +184,7 @@ def test_half_an_npz_says_what_to_delete(tmp_path: Path) -> None:
         ({"test_label": np.full(4, 0.5)}, "test_label must be whole numbers of at least 0, got float64"),
         ({"test_label": np.full(4, -1)}, "test_label must be whole numbers of at least 0"),
         ({"test_label": np.full(4, 10)}, "test label 10, but labels run from 0 to 9"),
-        ({"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)}, "test_label must have one"),
+        ({"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)}, "must have one entry"),
     ],
 )
 def test_arrays_that_are_not_the_sets_are_refused_in_a_line(
