@@ -15,7 +15,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.options import nearest, plain
 from fedprior.report.pareto import Reference
 from fedprior.report.records import Run, find_runs, read_run
-from fedprior.runs import start, sweeps
+from fedprior.runs import asked, sweeps
 from fedprior.runs.specs import Spec
 from fedprior.wire.precision import Wire
 from fedprior_experiments.reproduce import EXPERIMENTS
@@ -39,7 +39,7 @@ def plan(
     `settings` are as with `--set`; those of an algorithm reach the ones that know them.
     """
     _check(sparsities, wires, baselines, settings)
-    for_run, for_task, for_algorithms = start.sort_settings(settings, task, ["fednarrow", *baselines])
+    for_run, for_task, for_algorithms = asked.sort_settings(settings, task, ["fednarrow", *baselines])
     common = Spec(task, "fednarrow", out, run={**options, **for_run}, task_options=for_task)
     specs = []
     for seed in seeds:

@@ -269,4 +269,4 @@ def test_the_setting_is_checked_recorded_and_was_equal_before_it_was_there(small
     config = tmp_path / "new" / "config.toml"
     assert 'weighting = "equal"' in config.read_text()
     config.write_text(config.read_text().replace('weighting = "equal"\n', ""))
-    assert fedprior.resume(tmp_path / "new", task=task).simulation.weighting == "equal"
+    assert fedprior.resume(tmp_path / "new", task=task).simulation.settings.weighting == "equal"

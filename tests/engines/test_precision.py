@@ -8,11 +8,13 @@ import torch
 
 import fedprior
 from fedprior import wire
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.core import keys, trees
 from fedprior.core.keys import Purpose
 from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.runs import specs, start
+from fedprior.runs.asked import Parts, config_of
 from fedprior.runs.folder import RunFolder
 from test_contract import NAMES, Net, Stopped, algorithm, make_task, quick, simulate
 
@@ -167,8 +169,8 @@ def test_runs_from_before_precision_was_a_setting_go_on(tmp_path):
     config.write_text("\n".join(lines).replace('wire = "float32"', 'wire = "count"') + "\n")
     _, found, _, _ = start.read_config(RunFolder(tmp_path / "old"))
     assert (found.wire, found.entropy, found.messages) == ("float32", True, "count")
-    settings = start.run_settings(task.defaults, task)
-    specs.check_same(tmp_path / "old", start.config_of(task, chosen, settings, "fedavg"), whole=True)
-    rounded = start.config_of(task, chosen, replace(settings, wire="int8"), "fedavg")
+    settings = run_settings(task.defaults, task.data.clients)
+    specs.check_same(tmp_path / "old", config_of(Parts(task, chosen, settings), "fedavg"), whole=True)
+    rounded = config_of(Parts(task, chosen, replace(settings, wire="int8")), "fedavg")
     with pytest.raises(fedprior.RunError, match="has wire = float32, not int8"):
         specs.check_same(tmp_path / "old", rounded, whole=True)

@@ -13,7 +13,7 @@ from fedprior.catalogue.models import LeNet5, ResNet20, initialise
 from fedprior.core import keys, trees
 from fedprior.core.errors import FedpriorWarning, SettingError
 from fedprior.core.network import Network
-from fedprior.engines.settings import Settings
+from fedprior.engines.settings import Settings, applied
 from fedprior.engines.stacked.tensors import own_settings
 from fedprior.priors import Narrow
 from fedprior.units import UnitGating, find_structure
@@ -278,7 +278,7 @@ def test_a_run_of_few_rounds_meets_its_size_all_the_same(small_task, rounds, spa
     """The defaults for single weights need 34 rounds for a half, and had closed nothing after two."""
     task = small_task((4, 4, 4))
     chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=sparsity)
-    fitted = Settings(rounds=rounds).on_wire(chosen).prior
+    fitted = applied(Settings(rounds=rounds), chosen).prior
     assert not chosen.prior.settled(rounds)
     assert fitted.settled(rounds)
     assert fitted.cautions(rounds) == []

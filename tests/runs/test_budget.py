@@ -3,9 +3,9 @@
 import pytest
 
 import fedprior
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.core.errors import SettingError
 from fedprior.runs.budget import read_bytes, run_bytes, sparsity_for
-from fedprior.runs.start import run_settings
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,15 @@ def test_what_is_not_a_number_of_bytes_is_refused(text):
 )
 def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, name, rate, precision):
     task = small_task()
-    settings = run_settings({**task.defaults, "rounds": 30, "wire": precision, "entropy": False}, task)
+    given = {"rounds": 30, "wire": precision, "entropy": precision == "float32"}  # which has no code to be without
+    settings = run_settings({**task.defaults, **given}, task.data.clients)
     own = {"dense_rounds": 2, "shrink": 0.3} if name == "fednarrow-unstructured" else {"linear_rate": rate}
     build = lambda sparsity: fedprior.algorithm(name, task.network, sparsity=sparsity, **own)  # noqa: E731
     budget = int(0.7 * run_bytes(build(0.0), task.network, settings, task.data.clients))
     sparsity = sparsity_for(budget, build, task.network, settings, task.data.clients)
     assert 0 < sparsity < 1
     assert run_bytes(build(sparsity - 0.05), task.network, settings, task.data.clients) > budget
-    result = fedprior.run(task, build(sparsity), rounds=30, wire=precision, entropy=False)
+    result = fedprior.run(task, build(sparsity), **given)
     sent = result.summary["bytes_up"] + result.summary["bytes_down"]
     assert sent <= budget
     # Of many sub-networks the mean is foreseen; what is assigned to single weights depends on how they are trained.
@@ -45,7 +46,7 @@ def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, n
 
 def test_few_sub_networks_are_counted_one_by_one(small_task):
     task = small_task()
-    settings = run_settings({**task.defaults, "rounds": 5}, task)
+    settings = run_settings({**task.defaults, "rounds": 5}, task.data.clients)
     drawn = fedprior.algorithm("fednarrow", task.network, sparsity=0.2, linear_rate=0.5)
     sent = fedprior.run(task, drawn, rounds=5).summary
     foreseen = run_bytes(drawn, task.network, settings, task.data.clients)
@@ -54,7 +55,7 @@ def test_few_sub_networks_are_counted_one_by_one(small_task):
 
 def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
     task = small_task()
-    settings = run_settings({**task.defaults, "rounds": 5}, task)
+    settings = run_settings({**task.defaults, "rounds": 5}, task.data.clients)
     build = lambda sparsity: fedprior.algorithm("fednarrow", task.network, sparsity=sparsity)  # noqa: E731
     assert sparsity_for(10**9, build, task.network, settings, task.data.clients) == 0
     with pytest.raises(SettingError, match="too small"):

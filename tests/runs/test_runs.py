@@ -253,7 +253,7 @@ def test_settings_of_a_run_override_those_of_its_task(small_task):
 def test_few_clients_make_small_cohorts_by_default():
     x, y = torch.randn(8, 3), torch.arange(8) % 2
     task = fedprior.own_task(nn.Linear(3, 2), [(x[:4], y[:4]), (x[4:], y[4:])])
-    assert fedprior.run(task, "fedavg", rounds=1).simulation.clients_per_round == 2
+    assert fedprior.run(task, "fedavg", rounds=1).simulation.settings.clients_per_round == 2
 
 
 def test_parameters_that_are_frozen_stay_as_they_are(small_task):
@@ -283,7 +283,7 @@ def test_the_same_named_task_from_its_name(monkeypatch, small_task):
         ({"local_steps": 0}, "local_steps must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1"),
-        ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"seed": 2**63}, "seed must be at least -9223372036854775808 and below"),
         ({"mode": "sideways"}, "mode must be auto, in-turn, vectorised or captured, got 'sideways'"),
         ({"messages": "pigeon"}, "messages must be auto, encode or count, got 'pigeon'"),
         (
@@ -296,8 +296,11 @@ def test_the_same_named_task_from_its_name(monkeypatch, small_task):
         ({"entropy": "often"}, "entropy must be bool, got 'often'"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"clients_per_round": 7}, "clients_per_round is 7, but there are only 6 clients"),
-        ({"attackers": 0.5}, "attackers=0.5 need an attack: sign-flip, scale, constant"),
-        ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 of 6 clients is nobody"),
+        (
+            {"attackers": 0.5},
+            "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale or constant",
+        ),
+        ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 has no effect: of 6 clients that is nobody"),
         ({"round": 3}, "unknown setting of a run 'round'; did you mean 'rounds'"),
     ],
 )

@@ -4,14 +4,15 @@ But for the server's step on weights, which is the mean for all unless an algori
 are compared should differ in their priors. The paper's Adam is a setting of the paper's tasks (`tasks/named.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedprior.core.errors import SettingError
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
-from fedprior.core.options import nearest, options_of, resolve
+from fedprior.core.options import convert, nearest, options_of, resolve
+from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.corrections import Correction, Scaffold
 from fedprior.em import Algorithm
 from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
@@ -311,7 +312,16 @@ def check_sized(name: str) -> None:
         )
 
 
-def unknown_setting(name: str, known: Iterable[str]) -> SettingError:
+def run_settings(given: Mapping[str, Any], clients: int = Settings.clients_per_round) -> Settings:
+    """Settings of a run from text or values; where there are few clients, cohorts are small by default."""
+    for name in given:
+        if name not in RUN_OPTIONS:
+            raise _unknown(name)
+    few = {"clients_per_round": min(Settings.clients_per_round, clients)}
+    return Settings(**few | {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()})
+
+
+def _unknown(name: str) -> SettingError:
     """The error for what is no setting of a run; that of an algorithm is given where the algorithm is made."""
     for owner in ALGORITHMS:
         if name in algorithm_settings(owner, {}):
@@ -319,7 +329,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> SettingError:
                 f"unknown setting of a run {name!r}; algorithms have it: run(task, "
                 f"fedprior.algorithm({owner!r}, task.network, {name}=…))"
             )
-    return nearest(name, known, "setting of a run")
+    return nearest(name, RUN_OPTIONS, "setting of a run")
 
 
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:

@@ -1,6 +1,5 @@
 """The commands that train: `run`, `compare`, `sweep`, `resume`."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,9 +27,8 @@ from fedprior.cli.terminal import bar, conclude, console, name_diverged
 from fedprior.core.errors import DivergedError, SettingError
 
 if TYPE_CHECKING:
-    from fedprior.catalogue.tasks import Task
     from fedprior.em import Algorithm
-    from fedprior.engines.settings import Settings
+    from fedprior.runs.asked import Parts
     from fedprior.runs.drive import Result
 
 
@@ -185,38 +183,36 @@ def _run(
     budget: str | None = None,
 ) -> "list[Result]":
     """Check everything first, then train one after the other."""
-    from fedprior.catalogue.algorithms import algorithm as named_algorithm
-    from fedprior.catalogue.tasks import task as named_task
     from fedprior.report.progress import RunProgress
     from fedprior.report.tensorboard import TensorBoard
     from fedprior.runs import start
-    from fedprior.runs.budget import read_bytes
+    from fedprior.runs.asked import assemble, sort_settings
 
-    for_run, for_task, for_algorithms = start.sort_settings(pairs(set_), task, names)
+    for_run, for_task, own = sort_settings(pairs(set_), task, names)
     options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
     _check_unused(folders)
-    built = named_task(task, seed=start.run_settings(given).seed, **for_task)
-    settings = start.run_settings({**built.defaults, **given}, built)
-    own = {name: {**built.algorithms.get(name, {}), **for_algorithms[name]} for name in names}
+    first = assemble(task, names[0], given, for_task, own[names[0]])
     if budget is not None:
-        _stay_within(read_bytes(budget), built, own, settings)
-    chosen = [named_algorithm(name, built.network, **own[name]) for name in names]
-    results = []
+        _stay_within(budget, first, own)
+    chosen = [assemble(first.task, name, given, algorithm_settings=own[name]).algorithm for name in names]
+    settings, results = first.settings, []
     for one, folder in zip(chosen, folders, strict=True):
         board_folder = tensorboard / folder.name if tensorboard else None
         with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
             progress.opening = f"{one.name}: {one.steps}, batches of {settings.batch_size}"
-            results.append(start.run(built, one, out=folder, label=label, progress=progress, **given))
+            results.append(start.run(first.task, one, out=folder, label=label, progress=progress, **given))
     return results
 
 
-def _stay_within(budget: int, task: "Task", own: dict[str, dict[str, Any]], settings: "Settings") -> None:
+def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) -> None:
     """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
     from fedprior.catalogue.algorithms import check_sized, sized
-    from fedprior.runs.budget import sparsity_for
+    from fedprior.runs.asked import assemble
+    from fedprior.runs.budget import read_bytes, sparsity_for
 
+    task, most = parts.task, read_bytes(budget)
     able = [name for name in own if sized(name)]
     if not able:
         for name in own:
@@ -225,20 +221,17 @@ def _stay_within(budget: int, task: "Task", own: dict[str, dict[str, Any]], sett
     for name in able:
         if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
             raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
-        build = partial(_with_sparsity, name, task, own[name])
-        own[name]["sparsity"] = sparsity_for(budget, build, task.network, settings, task.data.clients)
-        console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {budget:,} bytes", highlight=False)
+
+        def build(sparsity: float, name: str = name) -> "Algorithm":
+            return assemble(task, name, vars(parts.settings), None, {**own[name], "sparsity": sparsity}).algorithm
+
+        own[name]["sparsity"] = sparsity_for(most, build, task.network, parts.settings, task.data.clients)
+        console.print(f"{name}: {100 * own[name]['sparsity']:.1f}% sparsity for {most:,} bytes", highlight=False)
 
 
 def _say_narrow() -> None:
     """Nobody named the algorithm: say which one a size means."""
     console.print("asked for a size: fednarrow, a network narrowed before training (fedsparse learns its gates, by λ₀)")
-
-
-def _with_sparsity(name: str, task: "Task", own: dict[str, Any], sparsity: float) -> "Algorithm":
-    from fedprior.catalogue.algorithms import algorithm as named_algorithm
-
-    return named_algorithm(name, task.network, **{**own, "sparsity": sparsity})
 
 
 def _short(task: str) -> str:

@@ -1,4 +1,14 @@
-"""Options by name: read from a factory's keyword parameters, converted from text, checked, with the nearest name."""
+"""Settings as data: read off the keyword parameters of a factory, or the fields of a dataclass, each with its `About`.
+
+What a setting is stands once, beside its type and default. The command line's lists, a run's config, the comparison of
+two runs, the report and the tables of the documentation are derived from it, and so is what is refused: a value out of
+range, and a setting that has no effect.
+
+>>> Rate = typing.Annotated[float, About("how often a unit is left out", least=0, below=1)]
+>>> def factory(network, *, rate: Rate = 0.5): ...
+>>> resolve(factory, {"rate": "0.25"}, "a factory")
+{'rate': 0.25}
+"""
 
 import difflib
 import inspect
@@ -6,25 +16,73 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from fedprior.core.errors import SettingError
-from fedprior.core.optimisers import Optimiser
+
+
+def _acts(chosen: Any) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a setting is, in a sentence; which values it may have; what it says something about."""
+
+    what: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    machine: bool = False
+    """Whether it says where and how a run is computed, not what: two runs that differ in it are one and the same."""
+    simulated: bool = False
+    """Whether only the simulator has it: a deployment has none."""
+    extends: bool = False
+    """Whether a run may have it otherwise when it is resumed."""
+    idle: Callable[[Any], str] = _acts
+    """Why it has no effect beside the other settings, which are attributes of the argument; empty: it has one."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that cannot be; none can, where it is a value."""
+        if value is None:
+            return
+        if self.choices and value not in self.choices:
+            raise SettingError(f"{name} must be {either(self.choices)}, got {value!r}")
+        low = "" if self.least is None else f"at least {self.least}"
+        low = low if self.above is None else f"above {self.above}"
+        high = "" if self.most is None else f"at most {self.most}"
+        high = high if self.below is None else f"below {self.below}"
+        below = (self.least is not None and not value >= self.least) or (self.above is not None and value <= self.above)
+        above = (self.most is not None and not value <= self.most) or (self.below is not None and value >= self.below)
+        if below or above:
+            raise SettingError(f"{name} must be {' and '.join(part for part in (low, high) if part)}, got {value}")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword parameter of a factory."""
+    """One setting: a keyword parameter of a factory, or a field."""
 
     name: str
     kind: Any
     default: Any
+    about: About = About()
+
+    @classmethod
+    def of(cls, name: str, annotation: Any, default: Any) -> "Option":
+        """From a parameter, whose annotation may have an `About`."""
+        if typing.get_origin(annotation) is not typing.Annotated:
+            return cls(name, annotation, default)
+        kind, *more = typing.get_args(annotation)
+        return cls(name, kind, default, next((one for one in more if isinstance(one, About)), About()))
 
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The keyword-only parameters of a factory."""
+    """The keyword-only parameters of a factory or dataclass."""
     parameters = inspect.signature(factory).parameters.values()
-    return {p.name: Option(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {p.name: Option.of(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> SettingError:
@@ -35,12 +93,20 @@ def nearest(name: str, known: Iterable[str], what: str) -> SettingError:
     return SettingError(f"unknown {what} {name!r}; {hint}")
 
 
+def either(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def convert(option: Option, value: Any) -> Any:
-    """A value of the option's type, from text or from a TOML value."""
+    """A value of the option's type and in its range, from text or from a TOML value."""
     try:
-        return _convert(option.kind, value)
+        found = _convert(option.kind, value)
     except (ValueError, TypeError, OverflowError) as error:
         raise SettingError(f"{option.name} must be {_named(option.kind)}, got {value!r}") from error
+    option.about.check(option.name, found)
+    return found
 
 
 def _named(kind: Any) -> str:
@@ -56,23 +122,32 @@ def _convert(kind: Any, value: Any) -> Any:
         if value is None or value == "none":
             return None
         (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    text = isinstance(value, str)
-    if kind is Optimiser:
-        return Optimiser.parse(value) if text else _checked(value, Optimiser)
-    if kind is bool:
-        if text and value.lower() not in ("true", "false"):
-            raise ValueError(value)
-        return value.lower() == "true" if text else _checked(value, bool)
-    if kind is int:
-        return int(value) if text else _checked(value, int)
-    if kind is float:
-        number = float(value)
-        if not math.isfinite(number) or isinstance(value, bool):
-            raise ValueError(value)
-        return number
-    if kind == tuple[str, ...]:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if text else tuple(value)
-    return str(value)
+    if hasattr(kind, "parse"):
+        return kind.parse(value) if isinstance(value, str) else _checked(value, kind)
+    return CONVERSIONS.get(kind, str)(value)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return bool(_checked(value, bool))
+
+
+def _int(value: Any) -> int:
+    return int(value if isinstance(value, str) else _checked(value, int))
+
+
+def _float(value: Any) -> float:
+    if not math.isfinite(number := float(value)) or isinstance(value, bool):
+        raise ValueError(value)
+    return number
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else tuple(value)
+
+
+CONVERSIONS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, tuple[str, ...]: _names}
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -83,9 +158,14 @@ def _checked(value: Any, kind: type) -> Any:
 
 def plain(value: Any) -> Any:
     """An option's value as TOML can hold it."""
-    if value is None or isinstance(value, Optimiser):
+    if value is None or hasattr(value, "parse"):
         return str(value).lower() if value is None else str(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def table(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as a table of a run's config holds them."""
+    return {name: plain(value) for name, value in values.items()}
 
 
 def resolve(factory: Callable[..., Any], given: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -95,3 +175,21 @@ def resolve(factory: Callable[..., Any], given: Mapping[str, Any], what: str) ->
         if name not in known:
             raise nearest(name, known, f"setting of {what}")
     return {name: convert(option, given[name]) if name in given else option.default for name, option in known.items()}
+
+
+def check_effect(known: Mapping[str, Option], values: Mapping[str, Any], **beside: Any) -> None:
+    """Refuse a setting that is not at its default and has no effect; what `idle` looks at `beside` settings is given.
+
+    A setting of the machine may stay without effect: a config goes from one machine to another.
+    """
+    chosen = SimpleNamespace(**values, **beside)
+    for name, option in known.items():
+        if values[name] != option.default and not option.about.machine and (why := option.about.idle(chosen)):
+            raise SettingError(f"{name}={as_text(values[name])} has no effect: {why}")
+
+
+def as_text(value: Any) -> str:
+    """A value as `--set` reads it."""
+    if isinstance(value := plain(value), list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

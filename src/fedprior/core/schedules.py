@@ -15,11 +15,12 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedprior.core.errors import SettingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Factor = Callable[[int, int], float]
 """Maps the rounds completed since the warm-up, and the number of rounds after it, to a factor."""
@@ -111,8 +112,8 @@ class Curve(NamedTuple):
 class Rate(NamedTuple):
     """The factors of a round's learning rates."""
 
-    local: float | Tensor = 1.0
-    server: float | Tensor = 1.0
+    local: "float | Tensor" = 1.0
+    server: "float | Tensor" = 1.0
 
 
 @dataclass(frozen=True)

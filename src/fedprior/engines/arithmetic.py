@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-KINDS = ("tf32", "float32")
-
 
 @contextmanager
 def using(kind: str, device: torch.device) -> Iterator[None]:

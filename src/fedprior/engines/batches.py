@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedprior.core import keys
 from fedprior.core.federated import FederatedData
+from fedprior.core.settings import Settings
 from fedprior.em import Batch
 
 
@@ -18,6 +19,11 @@ class Schedule:
     batch_size: int
     epochs: int = 1
     steps: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Schedule":
+        """As a run's settings say."""
+        return cls(settings.batch_size, settings.epochs, settings.local_steps)
 
     def per_epoch(self, size: int) -> int:
         """Batches in one pass over `size` examples; the last may be smaller."""

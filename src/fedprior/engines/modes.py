@@ -9,8 +9,6 @@ from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server import Record
 from fedprior.engines.stacked.together import Together
 
-MODES = ("in-turn", "vectorised", "captured")
-
 
 class Engine(Protocol):
     """What drives one or several simulations, round by round."""
@@ -30,7 +28,7 @@ class InTurn:
 
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One plain round."""
-        with arithmetic.using(self.simulation.arithmetic, self.simulation.root.device):
+        with arithmetic.using(self.simulation.settings.arithmetic, self.simulation.root.device):
             try:
                 return [self.simulation.step(evaluate)]
             except DivergedError as error:

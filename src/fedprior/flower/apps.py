@@ -16,9 +16,10 @@ from rich.console import Console
 from fedprior.core.errors import DataError, FedpriorError, RunError
 from fedprior.core.federated import ClientData
 from fedprior.core.locks import alone_in
+from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server import Record, learned
 from fedprior.flower import checkpoint, messages
-from fedprior.flower.job import MAY_CHANGE, SIMULATOR_ONLY, Job, Limits
+from fedprior.flower.job import Job, Limits
 from fedprior.flower.node import Node
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
@@ -142,7 +143,7 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
         raise RunError(f"{folder.path} is not a run of Flower; `fedprior resume {folder.path}` resumes a simulation")
-    for key, was, value in differences(found, now, {*MAY_CHANGE, *SIMULATOR_ONLY}, whole=True):
+    for key, was, value in differences(found, now, EXTENDS | MACHINE, whole=True):
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
     # Without a checkpoint it is new, or was stopped in its first round and starts again.

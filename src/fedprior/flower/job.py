@@ -1,35 +1,24 @@
 """What the server and every client agree on: network, algorithm and settings, from a Flower app's run config."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedprior.catalogue.algorithms import algorithm as named_algorithm
-from fedprior.catalogue.algorithms import algorithm_settings
-from fedprior.catalogue.tasks import task as named_task
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.catalogue.tasks.base import check_metrics
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import with_classes
 from fedprior.core.network import Loss, Metric, Network, cross_entropy
-from fedprior.core.options import Option, convert, nearest, plain
-from fedprior.core.trainable import check_statistics, check_trainable
-from fedprior.core.weighting import check_takes_weight
+from fedprior.core.options import Option, convert
+from fedprior.core.settings import SIMULATED, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.batches import Schedule
-from fedprior.engines.settings import Settings, check_cohort
-from fedprior.runs import start
-from fedprior.version import __version__
-
-SIMULATOR_ONLY = (
-    *("mode", "arithmetic", "workers", "data", "messages", "attack", "attackers", "checkpoint_every"),
-    *("patience", "keep", "by"),
-)
-MAY_CHANGE = ("rounds", "evaluate_every", "device")
-"""Settings that a resumed run may have otherwise than before."""
+from fedprior.engines.settings import applied, check_run, check_useful
+from fedprior.runs.asked import assemble, made, sort_settings, tables
 
 
 @dataclass(frozen=True)
@@ -50,19 +39,13 @@ class Job:
     """How a named task was built, for the run's config."""
 
     def __post_init__(self) -> None:
-        check_trainable(self.network.module)
-        check_statistics(self.network.module, self.settings.statistics)
-        self.algorithm.check(self.network.params())
-        object.__setattr__(self, "algorithm", self.settings.on_wire(self.algorithm))
-        check_cohort(self.settings, self.clients)
-        self.settings.check_schedules(self.algorithm)
-        if self.settings.weighting == "examples":
-            check_takes_weight(self.algorithm.prior)
+        check_run(self.settings, self.algorithm, self.network, self.clients, uneven=True)
+        object.__setattr__(self, "algorithm", applied(self.settings, self.algorithm))
 
     @property
     def schedule(self) -> Schedule:
         """How long a client trains."""
-        return Schedule(self.settings.batch_size, self.settings.epochs, self.settings.local_steps)
+        return Schedule.of(self.settings)
 
     def check_client(self, client: int) -> None:
         """Refuse a number that is none of a client."""
@@ -85,14 +68,11 @@ class Job:
 
     def config(self) -> dict[str, dict[str, Any]]:
         """What a run's config.toml says of it."""
-        chosen = {key: plain(value) for key, value in asdict(self.settings).items() if value is not None}
-        about = {"task": self.task, "algorithm": self.algorithm.name, "label": self.algorithm.name}
-        return {
-            "run": {**about, **{key: value for key, value in chosen.items() if key not in SIMULATOR_ONLY}},
-            "task": {key: plain(value) for key, value in self.options.items()},
-            "algorithm": {key: plain(value) for key, value in self.algorithm.recorded().items()},
-            "made": {"fedprior": __version__, "torch": str(torch.__version__)},
-        }
+        chosen = {key: value for key, value in self.settings.recorded().items() if key not in SIMULATED}
+        name, settings = self.algorithm.name, self.algorithm.recorded()
+        return (
+            tables(self.task, name, name, run=chosen, task_settings=self.options, algorithm_settings=settings) | made()
+        )
 
 
 @dataclass(frozen=True)
@@ -139,10 +119,8 @@ def named_job(config: Mapping[str, Any]) -> Job:
     """A job from names: `task`, `algorithm` and `settings`, which are written `key=value; key=value`."""
     name, chosen = str(config.get("task", "")), str(config.get("algorithm", ""))
     given = parse_settings(config)
-    for_run, for_task, for_algorithm = start.sort_settings(given, name, [chosen])
-    task = named_task(name, seed=_settings(for_run).seed, **for_task)
-    settings = start.run_settings({**task.defaults, **for_run}, task)
-    built = named_algorithm(chosen, task.network, **{**task.algorithms.get(chosen, {}), **for_algorithm[chosen]})
+    for_run, for_task, for_algorithm = sort_settings(given, name, [chosen])
+    task, built, settings = assemble(name, chosen, for_run, for_task, for_algorithm[chosen])
     return Job(name, task.network, built, settings, task.data.clients, task.data, task.data, task.options)
 
 
@@ -163,13 +141,10 @@ def own_job(
     `algorithm` and `settings` come from the run config; `defaults` are settings of the run that it may override.
     """
     network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
-    given, known = parse_settings(config), algorithm_settings(chosen, {})
-    for key in given:
-        if key not in known and key not in start.RUN_OPTIONS:
-            raise nearest(key, {*known, *start.RUN_OPTIONS}, "setting")
-    few = {"clients_per_round": min(Settings.clients_per_round, clients)}
-    settings = _settings({**few, **defaults, **{k: v for k, v in given.items() if k in start.RUN_OPTIONS}})
-    built = named_algorithm(chosen, network, **{k: v for k, v in given.items() if k in known})
+    for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
+    settings = run_settings({**defaults, **for_run}, clients)
+    built = named_algorithm(chosen, network, **for_algorithm[chosen])
+    check_useful(settings, built, network, clients, tested=True)
     # Only the test part of it is ever looked at.
     tested = outside([(*test, *test)], network) if test is not None else None
     return Job(name, network, built, settings, clients, test=tested)
@@ -189,10 +164,6 @@ def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
             raise SettingError(f"settings are written key=value; key=value, got {pair!r}")
     given = {key.strip(): value.strip() for key, value in (pair.split("=", 1) for pair in pairs)}
     for key in given:
-        if key in SIMULATOR_ONLY:
+        if key in SIMULATED:
             raise SettingError(f"{key} is a setting of the simulator; a deployment has none")
     return given
-
-
-def _settings(given: Mapping[str, Any]) -> Settings:
-    return start.run_settings(given)

@@ -16,6 +16,7 @@ from fedprior.core.network import Network
 from fedprior.em import e_step
 from fedprior.engines.batches import ClientBatches
 from fedprior.engines.server import floored
+from fedprior.engines.settings import device_of
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
 
@@ -57,7 +58,7 @@ class Node:
     def new(cls, job: Job, client: int, data: ClientData, folder: Path) -> "Node":
         """A client of a number and its data."""
         job.check_client(client)
-        device = job.settings.resolved_device()
+        device = device_of(job.settings)
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         own = job.examples([data], network).to(device)
         # Any server state gives the layouts: they depend on the model and the prior alone.

@@ -20,6 +20,7 @@ from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.engines.server import Record, evaluate, final_model, floored, totals, update
+from fedprior.engines.settings import device_of
 from fedprior.flower.job import Job
 from fedprior.version import __version__
 
@@ -85,7 +86,7 @@ class Server:
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
         """A server before its first round."""
-        device = job.settings.resolved_device()
+        device = device_of(job.settings)
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedprior.report.records import HERE_ONLY, Run, group_runs
+from fedprior.core.settings import MACHINE
+from fedprior.report.records import Run, group_runs
 
 ORDER = ("algorithm", "run", "task")
 """Sections of config.toml, those whose settings tell most first."""
@@ -39,7 +40,7 @@ def _telling(runs: Sequence[Run]) -> list[tuple[str, str]]:
     known = dict.fromkeys((section, key) for section in ORDER for run in runs for key in run.config[section])
     chosen: list[tuple[str, str]] = []
     for section, key in known:
-        if key not in HERE_ONLY and key != "seed" and _kinds(runs, [*chosen, (section, key)]) > _kinds(runs, chosen):
+        if key not in MACHINE and key != "seed" and _kinds(runs, [*chosen, (section, key)]) > _kinds(runs, chosen):
             chosen.append((section, key))
     return chosen
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedprior.core.late import is_number, late
+from fedprior.core.settings import MACHINE
 from fedprior.report.reading import (
     FILES,
     SECTIONS,
@@ -29,8 +30,6 @@ from fedprior.report.reading import (
     read_trouble,
 )
 
-HERE_ONLY = frozenset({"device", "data", "data_dir", "mode", "arithmetic", "workers", "messages", "checkpoint_every"})
-"""Settings that say where and how a run is computed, not what."""
 GIB = 2**30
 
 
@@ -175,7 +174,7 @@ class Group:
             # Said only where it is not the run's.
             seen.setdefault(("task", "seed"), set()).add(repr(run.config["task"].get("seed")))
         differ = {place for place, values in seen.items() if len(values) > 1} - {("run", "seed")}
-        return sorted({key for _, key in differ} - HERE_ONLY)
+        return sorted({key for _, key in differ} - MACHINE)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -15,7 +15,7 @@ from fedprior.core.keys import Purpose, Turn
 from fedprior.core.network import Network
 from fedprior.core.trees import Gates
 from fedprior.em import Algorithm
-from fedprior.engines.settings import Settings
+from fedprior.engines.settings import Settings, applied
 from fedprior.priors import Narrow
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -62,7 +62,7 @@ def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, client
     `clients` is how many there are in all. Gates that are assigned before training are foreseen exactly; those of later
     rounds as if the weights stayed what they are.
     """
-    algorithm = settings.on_wire(algorithm)
+    algorithm = applied(settings, algorithm)
     server, prior = algorithm.init(network.params(), network.statistics()), _prior(algorithm)
     layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
     total, last = 0, -1

@@ -7,9 +7,9 @@ from typing import Any
 from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.catalogue.tasks import TASKS, is_file, task_options
 from fedprior.catalogue.tasks.files import CHECKSUM
-from fedprior.core.options import plain
+from fedprior.core.options import as_text, plain
+from fedprior.core.settings import RUN_OPTIONS
 from fedprior.report import Run
-from fedprior.runs.start import RUN_OPTIONS
 
 FLAGS = ("seed", "rounds")
 ABOUT = ("task", "algorithm", "label")
@@ -41,7 +41,7 @@ def repeat_command(run: Run) -> str:
     if (label := config["run"]["label"]) != run.algorithm:
         words += ["--label", label]
     for key, value in {**of_run, **of_task, **of_algorithm}.items():
-        words += ["--set", f"{key}={_text(value)}"]
+        words += ["--set", f"{key}={as_text(value)}"]
     return shlex.join(words)
 
 
@@ -61,10 +61,3 @@ def _changed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
         for key, value in given.items()
         if key in TUNED or key not in defaults or value != plain(defaults[key])
     }
-
-
-def _text(value: Any) -> str:
-    """As `--set` reads it."""
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

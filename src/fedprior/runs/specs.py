@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings
+from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings, run_settings
 from fedprior.catalogue.tasks import TASKS, full, is_file, task_options
 from fedprior.core.errors import RunError
 from fedprior.core.options import plain
-from fedprior.report.records import HERE_ONLY, Broken, read_run
+from fedprior.core.settings import MACHINE, RUN_OPTIONS
+from fedprior.report.records import Broken, read_run
+from fedprior.runs.asked import Config, tables
 from fedprior.runs.folder import RunFolder
-from fedprior.runs.start import BEFORE, RUN_OPTIONS, run_settings
+from fedprior.runs.start import BEFORE
 
-Config: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
 TASKS_SEED = "the task's seed"
 """Where it is not its run's; the setting that is called seed is the run's."""
 
@@ -37,24 +37,21 @@ class Spec:
 
         Settings that it leaves to its task are not in it: only the task, which needs its data, could tell them.
         """
-        chosen = vars(run_settings({**self.run, "seed": self.seed}))
+        chosen = run_settings({**self.run, "seed": self.seed}).recorded()
         settings = algorithm_settings(self.algorithm, self.algorithm_settings)
-        options = task_options(self.task, self.task_options)
-        about = {
-            "task": full(self.task) if is_file(self.task) else self.task,
-            "algorithm": self.algorithm,
-            "label": self.label or self.algorithm,
-        }
-        return {
-            # A setting of a run that is none is not in its config, nor is the seed of a task that has its run's.
-            "run": about | {key: None if chosen[key] is None else plain(chosen[key]) for key in (*self.run, "seed")},
-            "task": {"seed": None, **{key: plain(value) for key, value in options.items()}},
-            "algorithm": {key: plain(settings[key]) for key in self.algorithm_settings},
-        }
+        found = tables(
+            full(self.task) if is_file(self.task) else self.task,
+            self.algorithm,
+            self.label or self.algorithm,
+            run={key: chosen.get(key) for key in (*self.run, "seed")},
+            task_settings=task_options(self.task, self.task_options),
+            algorithm_settings={key: settings[key] for key in self.algorithm_settings},
+        )
+        return {**found, "task": {"seed": None, **found["task"]}}  # a task's that is its run's is not in a config
 
 
 def differences(
-    recorded: Config, expected: Config, besides: Set[str] = HERE_ONLY, *, whole: bool = False
+    recorded: Config, expected: Config, besides: Set[str] = MACHINE, *, whole: bool = False
 ) -> list[tuple[str, Any, Any]]:
     """The settings in which a run is not what is expected: [("rounds", 3, 1000), …], what was recorded first.
 

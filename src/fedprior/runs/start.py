@@ -4,30 +4,28 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized, unknown_setting
+from fedprior.catalogue.algorithms import SIZES, run_settings
 from fedprior.catalogue.algorithms import algorithm as named_algorithm
-from fedprior.catalogue.tasks import TASKS, Task, is_file, task_options
+from fedprior.catalogue.tasks import TASKS, Task, is_file
 from fedprior.catalogue.tasks import task as named_task
 from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
-from fedprior.core.options import Option, convert, nearest, plain
+from fedprior.core.options import convert, table
+from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.settings import build
 from fedprior.runs import checkpoint
+from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Job, Progress, Result, drive
 from fedprior.runs.folder import RunFolder, checksum
-from fedprior.version import __version__
 
-RUN_OPTIONS = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
 BEFORE = {"weighting": "equal"}
 """What runs did whose config is older than a setting, where that is not the setting's default."""
 
@@ -46,19 +44,12 @@ def run(
     Give the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out` the run is
     kept in that folder and can be resumed. `progress` is told of every round, and ends the run by returning STOP.
     """
-    if isinstance(task, str):
-        task = named_task(task, seed=run_settings(settings).seed)
-    _check_kind(task, Task, "task")
-    if isinstance(algorithm, str):
-        algorithm = named_algorithm(algorithm, task.network, **task.algorithms.get(algorithm, {}))
-    _check_kind(algorithm, Algorithm, "algorithm")
+    parts = assemble(task, algorithm, settings)
     _check_progress(progress)
-    seed = {} if task.seed is None else {"seed": task.seed}
-    chosen = run_settings({**seed, **task.defaults, **settings}, task)
     if out is not None and ranks.first():
         RunFolder(Path(out)).check_unused()
     with alone_in([] if out is None else [Path(out)]):
-        job = start_job(task, algorithm, chosen, out, label)
+        job = start_job(parts, out, label)
         job.progress = progress
         return _one(drive([job]))
 
@@ -68,10 +59,9 @@ def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
     return locks.alone_in(folders if ranks.first() else [])
 
 
-def start_job(
-    task: Task, algorithm: Algorithm, settings: Settings, out: Path | str | None = None, label: str | None = None
-) -> Job:
+def start_job(parts: Parts, out: Path | str | None = None, label: str | None = None) -> Job:
     """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
+    task, algorithm, settings = parts
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
     for caution in sim.algorithm.prior.cautions(settings.rounds) if ranks.first() else []:
@@ -80,23 +70,22 @@ def start_job(
     about["partition"] = partition = task.data.fingerprint()
     folder = RunFolder(Path(out)) if out is not None else None
     if folder and ranks.first():
-        folder.create(config_of(task, algorithm, settings, label, partition))
+        folder.create(config_of(parts, label, partition))
         _keep_partition(folder, task.data, partition)
     return Job(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
 
 
-def open_job(task: Task, algorithm: Algorithm, settings: Settings, out: Path, label: str | None = None) -> Job:
+def open_job(parts: Parts, out: Path, label: str | None = None) -> Job:
     """A run where its folder says it is: at the start, or at its last checkpoint."""
     folder = RunFolder(out)
     if not folder.config.exists():
-        return start_job(task, algorithm, settings, out, label)
-    return _reopen(folder, task, algorithm, settings)
+        return start_job(parts, out, label)
+    return _reopen(folder, parts)
 
 
-def _reopen(folder: RunFolder, task: Task, algorithm: Algorithm, settings: Settings | None = None) -> Job:
-    """A run at its last checkpoint, with the settings it recorded unless there are others."""
-    about, recorded_settings, _, _ = read_config(folder)
-    settings = settings or recorded_settings
+def _reopen(folder: RunFolder, parts: Parts) -> Job:
+    """A run at its last checkpoint."""
+    (task, algorithm, settings), (about, _, _, _) = parts, read_config(folder)
     if "flower" in folder.read_config():
         raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
     partition = check_data(folder, task)
@@ -147,7 +136,7 @@ def resume(
             if rounds < max(done, 1):
                 raise RunError(f"{folder.path} has {done} rounds already: --rounds must be at least that, got {rounds}")
             settings = replace(settings, rounds=rounds)
-        job = _reopen(folder, task, algorithm, settings)
+        job = _reopen(folder, Parts(task, algorithm, settings))
         if rounds is not None and ranks.first():
             folder.extend(rounds)
         job.progress = progress
@@ -188,23 +177,16 @@ def rebuild(
 
 def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None:
     """Refuse an algorithm that a user passes and that is not the one a run was started with."""
-    _check_kind(algorithm, Algorithm, "algorithm")
+    check_kind(algorithm, Algorithm, "algorithm")
     if algorithm.name != name:
         raise RunError(f"{folder.path} was trained with {name}, not with {algorithm.name}")
-    recorded, now = folder.read_config()["algorithm"], {k: plain(v) for k, v in algorithm.recorded().items()}
+    recorded, now = folder.read_config()["algorithm"], table(algorithm.recorded())
     for key in {**now, **recorded} if recorded else {}:  # of an algorithm of one's own nothing was recorded before
         if recorded.get(key) != now.get(key):
             raise RunError(
                 f"{folder.path} was trained with {key} = {recorded.get(key)}, not {now.get(key)}: "
                 "pass the algorithm that it had (algorithm=…)"
             )
-
-
-def _check_kind(value: Any, kind: type, what: str) -> None:
-    """Refuse what was passed in the place of a task or an algorithm."""
-    if not isinstance(value, kind):
-        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
 
 
 def _check_progress(progress: Any) -> None:
@@ -244,40 +226,6 @@ def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str,
     return {**{key: value for key, value in settings.items() if key not in RETIRED}, "dense_rounds": dense}
 
 
-def run_settings(given: Mapping[str, Any], task: Task | None = None) -> Settings:
-    """Settings of a run from text or values; a task with few clients has small cohorts by default."""
-    for name in given:
-        if name not in RUN_OPTIONS:
-            raise unknown_setting(name, RUN_OPTIONS)
-    values = {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()}
-    if task is not None and "clients_per_round" not in given:
-        values["clients_per_round"] = min(Settings.clients_per_round, task.data.clients)
-    return Settings(**values)
-
-
-def sort_settings(
-    given: Mapping[str, Any], task: str, algorithms: list[str]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
-    """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
-    task_names = task_options(task, {})
-    known = {name: algorithm_settings(name, {}) for name in algorithms}
-    everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
-    for key in given:
-        if key not in everything:
-            if key in SIZES:
-                for name in algorithms:
-                    check_sized(name)
-            owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
-            if owners:
-                raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")
-            raise nearest(key, everything, "setting")
-    return (
-        {k: v for k, v in given.items() if k in RUN_OPTIONS},
-        {k: v for k, v in given.items() if k in task_names},
-        {name: {k: v for k, v in given.items() if k in settings} for name, settings in known.items()},
-    )
-
-
 def unused_folder(path: Path) -> Path:
     """The path, or the first of path-2, path-3, … that does not exist."""
     number = 1
@@ -298,19 +246,3 @@ def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) ->
         rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in counts.tolist())
         lines.append(f'"{name}": [\n{rows}\n]')
     write_atomically(folder.partition, ("{" + ",\n".join(lines) + "}\n").encode())
-
-
-def config_of(
-    task: Task, algorithm: Algorithm, settings: Settings, label: str, partition: str = ""
-) -> dict[str, dict[str, Any]]:
-    """All that a run's config.toml says."""
-    # A task of another seed than its run's: the same clients and first weights, other draws.
-    other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
-    chosen = {key: plain(value) for key, value in asdict(settings).items() if value is not None}
-    return {
-        "run": {"task": task.name, "algorithm": algorithm.name, "label": label, **chosen},
-        "task": {**other, **{key: plain(value) for key, value in task.options.items()}},
-        "algorithm": {key: plain(value) for key, value in algorithm.recorded().items()},
-        "partition": {"clients": task.data.clients, "fingerprint": partition},
-        "made": {"fedprior": __version__, "torch": str(torch.__version__)},
-    }

@@ -8,19 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedprior.catalogue.algorithms import algorithm as named_algorithm
 from fedprior.catalogue.tasks import Task
-from fedprior.catalogue.tasks import task as named_task
 from fedprior.core.errors import DivergedError, SettingError
 from fedprior.core.options import plain
-from fedprior.em import Algorithm
 from fedprior.engines.modes import mode_of
-from fedprior.engines.settings import Settings, check_cohort
 from fedprior.runs import start
+from fedprior.runs.asked import Parts, assemble, config_of, sort_settings
 from fedprior.runs.drive import Job, Progress, Result, drive
 from fedprior.runs.specs import Spec, check_same, missing
 
-Parts = tuple[Task, Algorithm, Settings]
 Outcome = Result | DivergedError
 Watch = Callable[[list[Spec], int], AbstractContextManager[Progress | None]]
 """What shows the progress of specs that train together for so many rounds; it is fed the records of the first."""
@@ -37,8 +33,8 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     with start.alone_in([spec.out for spec in specs]):
         for places in _mates(specs, built):
             group = [specs[place] for place in places]
-            with (watch or _quiet)(group, built[places[0]][2].rounds) as progress:
-                jobs = [start.open_job(*built[place], specs[place].out, specs[place].label) for place in places]
+            with (watch or _quiet)(group, built[places[0]].settings.rounds) as progress:
+                jobs = [start.open_job(built[place], specs[place].out, specs[place].label) for place in places]
                 jobs[0].progress = progress
                 outcomes |= dict(zip(places, _drive(jobs), strict=True))
     return [outcomes[place] for place in range(len(specs))]
@@ -56,7 +52,7 @@ def unfinished(specs: Sequence[Spec]) -> list[Spec]:
 
 def _check(spec: Spec, parts: Parts) -> None:
     """Refuse a folder that holds a run with other settings, also where the spec leaves them to its task."""
-    check_same(spec.out, start.config_of(*parts, spec.label or spec.algorithm), whole=True)
+    check_same(spec.out, config_of(parts, spec.label or spec.algorithm), whole=True)
 
 
 def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | None]:
@@ -65,16 +61,10 @@ def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | 
 
 def _build(spec: Spec, tasks: dict[str, Task]) -> Parts:
     """A spec's task, algorithm and settings; specs of one task and seed share the task."""
-    start.run_settings({"seed": spec.seed})  # a seed of more than 64 bits is refused in words
-    key = repr((spec.task, spec.seed, sorted(spec.task_options.items())))
-    if key not in tasks:
-        tasks[key] = named_task(spec.task, seed=spec.seed, **spec.task_options)
-    task = tasks[key]
-    given = {**task.algorithms.get(spec.algorithm, {}), **spec.algorithm_settings}
-    algorithm = named_algorithm(spec.algorithm, task.network, **given)
-    settings = start.run_settings({**task.defaults, **spec.run, "seed": spec.seed}, task)
-    check_cohort(settings, task.data.clients)
-    return task, algorithm, settings
+    key, run = repr((spec.task, spec.seed, sorted(spec.task_options.items()))), {**spec.run, "seed": spec.seed}
+    parts = assemble(tasks.get(key, spec.task), spec.algorithm, run, spec.task_options, spec.algorithm_settings)
+    tasks[key] = parts.task
+    return parts
 
 
 def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
@@ -119,7 +109,7 @@ def plan(
     varied = [key for key, text in settings.items() if len(_values(text)) > 1]
     specs = []
     for chosen in grid(settings):
-        for_run, for_task, for_algorithm = start.sort_settings(chosen, task, [algorithm])
+        for_run, for_task, for_algorithm = sort_settings(chosen, task, [algorithm])
         setting = ",".join(f"{key}={chosen[key]}" for key in varied)
         for seed in seeds:
             specs.append(

@@ -117,7 +117,7 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     packet = wire.restore(algorithm.pack(spoken, layout), layout)
     memory = sim.memory.get(client, algorithm.remember(sim.network.params(), sim.network.statistics()))
     batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
-    rate = sim.rates.at(sim.round + 1).local
+    rate = sim.settings.rates.at(sim.round + 1).local
     step = e_step(algorithm, sim.network, packet, batches, turn, memory, rounded=False, rate=rate)
     return with_values(copy.deepcopy(sim.network.module), {**prior.realise(step.upload, packet), **step.own})
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedprior.core.errors import SettingError
+from fedprior.core.settings import directions
 from fedprior.wire.layout import Layout
 
 
@@ -57,12 +57,7 @@ class Wire:
         >>> Wire.of("int8/int4").up
         'int4'
         """
-        down, _, up = text.partition("/")
-        for name in (down, up) if "/" in text else (down,):
-            if name not in FORMATS:
-                hint = f"; did you mean messages={text}?" if text in ("auto", "encode", "count") else ""
-                raise SettingError(f"wire must be {', '.join(FORMATS)}, or two of them as DOWN/UP, got {text!r}{hint}")
-        return cls(down, up or down, entropy)
+        return cls(*directions(text), entropy)
 
     @property
     def rounds(self) -> bool:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.engines import ranks
+from fedprior.engines.settings import device_of
 from fedprior.report.figures import NoMatplotlibError
 from fedprior.report.page import write_page
 from fedprior.runs.repeat import repeat_command
 from fedprior.runs.specs import missing
-from fedprior.runs.start import run_settings
 from fedprior_experiments.reproduce.beside import terminal
 from fedprior_experiments.reproduce.experiments import experiment as named_experiment
 from fedprior_experiments.reproduce.plan import check_names, plan
@@ -37,7 +38,7 @@ def reproduce(
     check_names(experiment, given)
     specs = plan(experiment, seeds, out, given)
     if not table_only:
-        run_settings(specs[0].run).resolved_device()  # refused before the data is looked for
+        device_of(run_settings(specs[0].run))  # refused before the data is looked for
         left = missing(specs)
         if len(left) < len(specs):
             console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.core.errors import SettingError
+from fedprior.runs.asked import sort_settings
 from fedprior.runs.specs import Spec
-from fedprior.runs.start import sort_settings
 from fedprior_experiments.reproduce.experiments import Experiment
 
 MOST_SEEDS = 1000

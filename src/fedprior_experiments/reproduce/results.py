@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fedprior.core.errors import RunError
+from fedprior.core.settings import MACHINE
 from fedprior.report import figures
-from fedprior.report.records import HERE_ONLY, Group, Run, find_runs, group_runs
+from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.report.table import Table, write_tables
 from fedprior.runs.specs import Spec, differences
 from fedprior_experiments.reproduce.beside import beside_paper, numbers
@@ -140,7 +141,7 @@ def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]])
 
 def _changed(given: Mapping[str, str]) -> list[str]:
     """What was asked for that is not the experiment's; rounds are in the title."""
-    return [f"with {key}={value}" for key, value in given.items() if key not in HERE_ONLY | {"rounds"}]
+    return [f"with {key}={value}" for key, value in given.items() if key not in MACHINE | {"rounds"}]
 
 
 def _partitions(runs: Sequence[Run]) -> list[str]:

@@ -2,22 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedprior.catalogue.algorithms import unknown_setting
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.catalogue.data.images import Scale
 from fedprior.core import keys
 from fedprior.core.errors import DataError, ModelError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import one_each, with_classes
 from fedprior.core.network import IGNORED, Loss, Metric, Network, class_dim, cross_entropy
-from fedprior.core.options import Option, convert
 from fedprior.core.trainable import check_trainable
-from fedprior.engines.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def own_task(
     """
     check_trainable(model)
     functions = check_metrics(metrics)
-    _check_defaults(defaults)
+    run_settings(defaults)  # refused here rather than when it is run
     # Only with the default loss must whole numbers be labels.
     labels = classes if classes is not None or loss is cross_entropy else 0
     data = FederatedData.from_clients(clients, classes=labels, min_examples=min_examples)
@@ -83,15 +81,6 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
         if not callable(metric):
             raise SettingError(f"metric {name!r} is not a function of outputs and targets")
     return dict(metrics or {})
-
-
-def _check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Settings of a run that a task brings along; refused here rather than when it is run."""
-    known = {f.name: Option(f.name, f.type, f.default) for f in fields(Settings)}
-    for name in defaults:
-        if name not in known:
-            raise unknown_setting(name, known)
-    Settings(**{name: convert(known[name], value) for name, value in defaults.items()})
 
 
 def _try(network: Network, data: FederatedData) -> None:

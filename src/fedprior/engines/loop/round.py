@@ -4,9 +4,8 @@ This is the plain version, with clients in turn and messages as bytes. `together
 tests hold the two equal.
 """
 
-import copy
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,15 +14,15 @@ from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.federated import FederatedData
 from fedprior.core.keys import Purpose, Turn
-from fedprior.core.metrics import Measures, blank_scores, disagreement, measures
+from fedprior.core.metrics import Measures, disagreement
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
-from fedprior.core.schedules import Rates
+from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree
 from fedprior.core.weighting import Share, share
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm
-from fedprior.engines.attack import ATTACKS, Attack
+from fedprior.engines.attack import Attack
 from fedprior.engines.batches import Schedule
 from fedprior.engines.loop.cohort import Cohort, CohortResult, in_turn
 from fedprior.engines.server import Record, client_diverged, evaluate, floored, update
@@ -31,14 +30,12 @@ from fedprior.engines.server import Record, client_diverged, evaluate, floored, 
 
 @dataclass
 class Simulation:
-    """Everything that lasts from round to round. Build it with `simulation`."""
+    """Everything that lasts from round to round. Build it with `engines.settings.build`."""
 
     algorithm: Algorithm
     network: Network
     data: FederatedData
-    schedule: Schedule
-    clients_per_round: int
-    seed: int
+    settings: Settings
     root: Tensor
     """The key of the run, from its seed."""
     workers: Workers
@@ -59,25 +56,24 @@ class Simulation:
     """What each client that has had a turn remembers: for the correction, and of its own statistics."""
     round: int = 0
     seconds: float = field(default=0.0)
-    arithmetic: str = "tf32"
-    """How a GPU multiplies: see `arithmetic.py`."""
-    weighting: str = "examples"
-    """Whether clients count by their `examples` in the M-step, or are `equal`."""
-    rates: Rates = field(default_factory=Rates)
-    """What becomes of the learning rates from round to round."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """How long a client trains."""
+        return Schedule.of(self.settings)
 
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
         start, prior, number = time.perf_counter(), self.algorithm.prior, self.round + 1
         turn = Turn(self.root, number)
-        clients = keys.choose(turn.key(Purpose.COHORT), self.data.clients, self.clients_per_round)
+        clients = keys.choose(turn.key(Purpose.COHORT), self.data.clients, self.settings.clients_per_round)
 
         server = prior.prune(self.server)
         uplink = self.algorithm.uplink(server)
         spoken, packets, down, kept = self._send_packets(server, clients, turn)
         hostile = self.hostile[clients] if self.attack else None
         chosen = Cohort(clients, packets, self._recall(clients), hostile, self.measures)
-        rate = self.rates.at(number)
+        rate = self.settings.rates.at(number)
         result = in_turn(self.algorithm, self.workers, self.data, chosen, self.schedule, turn, self.attack, rate.local)
         _check_clients(clients, result, number)
         kept |= floored(server) | floored(result.uploads)
@@ -96,7 +92,7 @@ class Simulation:
     def share(self, clients: list[int]) -> Share:
         """What these clients count for in the M-step."""
         train = self.data.train
-        return share(self.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
+        return share(self.settings.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
 
     @property
     def accuracy(self) -> Tensor:
@@ -149,7 +145,7 @@ class Simulation:
     def _send_uploads(self, result: CohortResult, layout: wire.Layout, spoken: list[Tree]) -> tuple[Tree, int]:
         """Encode, decode: the uploads as the server sees them, in place, and their bytes."""
         uploads, total = result.uploads, 0
-        for i in range(self.clients_per_round):
+        for i in range(self.settings.clients_per_round):
             coded, size = self._through_wire(trees.row(result.coded or uploads, i), layout)
             total += size
             if self.encode or result.coded:
@@ -164,55 +160,6 @@ class Simulation:
             return message, wire.message_bytes(message, layout)
         data = wire.encode(message, layout, self.round + 1)
         return wire.decode(data, layout, self.round + 1, self.root.device), len(data)
-
-
-def simulation(
-    algorithm: Algorithm,
-    network: Network,
-    data: FederatedData,
-    schedule: Schedule,
-    *,
-    clients_per_round: int,
-    seed: int,
-    workers: int = 1,
-    encode: bool = True,
-    attack: str = "none",
-    attackers: float = 0.0,
-    device: torch.device | str = "cpu",
-    arithmetic: str = "tf32",
-    streamed: bool = False,
-    weighting: str = "examples",
-    rates: Rates | None = None,
-) -> Simulation:
-    """A simulation before its first round, on a device; `attackers` is the share of hostile clients."""
-    # A copy: the user's module stays where it is, with the weights it has.
-    network = replace(network, module=copy.deepcopy(network.module).to(device))
-    root = keys.key(seed, device)
-    server = algorithm.init(network.params(), network.statistics())
-    hostile = torch.zeros(data.clients, dtype=torch.bool, device=device)
-    what = measures(network, data)
-    hostile[keys.choose(keys.fold(root, Purpose.ATTACK), data.clients, round(attackers * data.clients))] = True
-    return Simulation(
-        algorithm=algorithm,
-        network=network,
-        data=data if streamed else data.to(device),
-        schedule=schedule,
-        clients_per_round=clients_per_round,
-        seed=seed,
-        root=root,
-        workers=Workers(network, workers),
-        encode=encode,
-        streamed=streamed,
-        attack=ATTACKS.get(attack),
-        hostile=hostile,
-        server=server,
-        optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
-        measures=what,
-        scores=blank_scores(what, data.clients),
-        arithmetic=arithmetic,
-        weighting=weighting,
-        rates=rates or Rates(),
-    )
 
 
 def _check_clients(clients: list[int], result: CohortResult, number: int) -> None:

@@ -49,21 +49,22 @@ class Together:
     def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
         first = simulations[0]
         self.runs, self.device, self.capture = simulations, first.root.device, capture
-        self.cohort, self.streamed = first.clients_per_round, first.streamed
+        self.cohort, self.streamed = first.settings.clients_per_round, first.streamed
         self.algorithm = first.algorithm
         self.server: Tree = trees.stack([sim.server for sim in simulations])
         like = next(trees.leaves(self.server))[1]
         self.settings = own_settings([sim.algorithm.prior for sim in simulations], like)
         self.lift = lifting(self.algorithm, True, self.settings)
         self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
-        self.roots = [keys.key(sim.seed) for sim in simulations]
+        self.roots = [keys.key(sim.settings.seed) for sim in simulations]
         self.root = to_device(torch.stack(self.roots), self.device)
         shards = [(sim.data.train, sim.data.test) for sim in simulations]
         self.train, self.test = (Index.of(list(part), self.device) for part in zip(*shards, strict=True))
         counts = [sim.data.clients for sim in simulations]
         self.base = torch.tensor([0, *np.cumsum(counts)[:-1]], device=self.device)[:, None]
         self.hostile = torch.cat([sim.hostile for sim in simulations])
-        self.weighs = first.weighting == "examples" and any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
+        uneven = any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
+        self.weighs = first.settings.weighting == "examples" and uneven
         self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
         self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
         self.downlink = first.algorithm.downlink(first.server)
@@ -83,7 +84,7 @@ class Together:
     # ------------------------------------------------------------------ one round
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
         """One round of every run; a run that diverged answers with its error from then on."""
-        with arithmetic.using(self.runs[0].arithmetic, self.device):
+        with arithmetic.using(self.runs[0].settings.arithmetic, self.device):
             return self._step(evaluate)
 
     def _step(self, evaluate: bool) -> list[Record | DivergedError]:
@@ -134,9 +135,9 @@ class Together:
         chosen, numbers = torch.tensor(clients), torch.full((len(clients),), number)
         mine = [pairs[place] for place in ranks.share(len(pairs))]
         examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
-        self.rate = self.runs[0].rates.at(number)
+        self.rate = self.runs[0].settings.rates.at(number)
         # In a graph the rates are numbers that are read at each replay.
-        fixed = self.runs[0].rates.constant or not self.capture
+        fixed = self.runs[0].settings.rates.constant or not self.capture
         rates = {} if fixed else {k: to_device(torch.tensor(v), self.device) for k, v in self.rate._asdict().items()}
         inputs = Inputs(to_device(chosen, self.device), to_device(numbers, self.device), memory, rates, examples)
         return clients, shape, inputs

@@ -1,0 +1,278 @@
+"""How to run, whatever the algorithm: every setting of a run, and what it is. Data for all to read; needs no torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from fedprior.core.errors import SettingError
+from fedprior.core.options import About, either, options_of, plain
+from fedprior.core.schedules import Curve, Rates
+
+MODES = ("in-turn", "vectorised", "captured")
+ATTACKS = ("sign-flip", "scale", "constant")
+PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
+
+
+def directions(wire: str) -> tuple[str, str]:
+    """The precision down and up: of `int4` the same for both, of `int8/int4` one each."""
+    down, slash, up = wire.partition("/")
+    for name in (down, up) if slash else (down,):
+        if name not in PRECISIONS:
+            hint = f"; did you mean messages={wire}?" if wire in ("auto", "encode", "count") else ""
+            raise SettingError(f"wire must be {', '.join(PRECISIONS)}, or two of them as DOWN/UP, got {wire!r}{hint}")
+    return down, up or down
+
+
+# ---------------------------------------------------------------------- settings without effect, and why
+# Of a run: its settings, and beside them its algorithm, its network, how many clients there are and whether they have
+# test examples.
+
+
+def _overruled(run: Any) -> str:
+    return (
+        f"local_steps={run.local_steps} says how long a client trains; leave out one of them" if run.local_steps else ""
+    )
+
+
+def _not_coded(run: Any) -> str:
+    whole = any(name.startswith("int") for name in directions(run.wire))
+    return "" if whole else f"only int8 and int4 have such a code, and the wire is {run.wire}"
+
+
+def _without_norms(run: Any) -> str:
+    return "" if run.network.norms else "the network has no BatchNorm"
+
+
+def _not_reported(run: Any) -> str:
+    if run.statistics == "local" and run.report_statistics == "final":
+        return "with statistics=local a client keeps those of its final model in any case"
+    none = "with statistics=batch there are none to report" if run.statistics == "batch" else ""
+    return _without_norms(run) or none
+
+
+def _not_pooled(run: Any) -> str:
+    return _without_norms(run) or (
+        "" if run.statistics == "shared" else "the server has them with statistics=shared only"
+    )
+
+
+def _too_late(schedule: str, rounds: int) -> str:
+    warmup = Curve.parse(schedule).warmup
+    return f"its warmup={warmup} is as long as the run, which has rounds={rounds}" if warmup >= rounds else ""
+
+
+def _fixed(optimisers: Any) -> str:
+    return "Rprop chooses its own steps" if any(one.name == "Rprop" for one in optimisers.values()) else ""
+
+
+def _no_rate(run: Any) -> str:
+    return _fixed(run.algorithm.local) or _too_late(run.lr_schedule, run.rounds)
+
+
+def _no_server_rate(run: Any) -> str:
+    if run.algorithm.server is None:
+        return (
+            f"the M-step of {run.algorithm.name} has no learning rate; give it a server_optimiser, such as "
+            "SGD(lr=1.0), which is the mean"
+        )
+    return _fixed(run.algorithm.server) or _too_late(run.server_lr_schedule, run.rounds)
+
+
+def _unjudged(run: Any) -> str:
+    own = run.by != "auto" and not run.by.lstrip("-").startswith(("global_", "local_"))
+    return (
+        ""
+        if run.tested or own
+        else "it needs test examples, (x, y, test_x, test_y) a client; there are none to judge by"
+    )
+
+
+def _nothing_judged(run: Any) -> str:
+    return "" if run.patience or run.keep == "best" else "it is what patience and keep=best judge by; give one of them"
+
+
+def _nobody(run: Any) -> str:
+    if run.attack == "none":
+        return f"there is no attack; give attack={either(ATTACKS)}"
+    return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is nobody; give a larger share"
+
+
+def _unused_attack(run: Any) -> str:
+    return "" if run.attackers else "there are no attackers; give their share, as attackers=0.2"
+
+
+# ---------------------------------------------------------------------- the settings
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to run, whatever the algorithm."""
+
+    rounds: Annotated[int, About("how many rounds to train", least=1, extends=True)] = 100
+    seed: Annotated[int, About("the seed of everything random", least=-(2**63), below=2**63)] = 0
+    clients_per_round: Annotated[int, About("how many clients train in a round", least=1)] = 10
+    batch_size: Annotated[int, About("examples in a batch of a client", least=1)] = 10
+    epochs: Annotated[int, About("passes over a client's examples in a round", least=1, idle=_overruled)] = 1
+    local_steps: Annotated[int | None, About("this many batches in a round instead of epochs", least=1)] = None
+    evaluate_every: Annotated[
+        int, About("rounds between evaluations of the server; the last is evaluated in any case", least=1, extends=True)
+    ] = 5
+    checkpoint_every: Annotated[
+        int | None,
+        About("rounds between checkpoints; none: about every 20 seconds", least=1, machine=True, simulated=True),
+    ] = None
+    mode: Annotated[
+        str,
+        About(
+            "clients `in-turn` (the default on a CPU), `vectorised` over the cohort, or `captured`: vectorised, a "
+            "round as one CUDA graph (the default on a GPU); auto: the fastest here",
+            ("auto", *MODES),
+            machine=True,
+            simulated=True,
+        ),
+    ] = "auto"
+    workers: Annotated[
+        int | None,
+        About(
+            "how many clients train side by side on a CPU, one core each, when clients train in turn; none: as many as "
+            "torch has threads",
+            least=1,
+            machine=True,
+            simulated=True,
+        ),
+    ] = None
+    device: Annotated[str, About("where to compute: auto, cpu, cuda, cuda:1, …", machine=True)] = "auto"
+    arithmetic: Annotated[
+        str,
+        About(
+            "how a GPU multiplies: `tf32`, convolutions and products of matrices on its tensor cores with 10 bits of "
+            "mantissa, sums in single precision, or `float32`, single precision throughout; nothing changes on a CPU "
+            "or in double precision",
+            ("tf32", "float32"),
+            machine=True,
+            simulated=True,
+        ),
+    ] = "tf32"
+    data: Annotated[
+        str,
+        About(
+            "where examples are kept: on the `device`, or on the `host`, from where each cohort's are copied; auto: on "
+            "the device if they take less than 60% of its free memory: [performance.md](performance.md#scale)",
+            ("auto", "device", "host"),
+            machine=True,
+            simulated=True,
+        ),
+    ] = "auto"
+    wire: Annotated[
+        str,
+        About(
+            "precision of messages: `float32`, `float16`, `bfloat16`, `int8`, `int4`, or `DOWN/UP` as in `int8/int4`: "
+            "[wire.md](wire.md#precision)"
+        ),
+    ] = "float32"
+    entropy: Annotated[
+        bool,
+        About("int8 and int4 in a code of variable length, where that makes a message shorter", idle=_not_coded),
+    ] = True
+    messages: Annotated[
+        str,
+        About(
+            "`encode` every message to bytes and back, or only `count` its length, which is the same; auto: encode "
+            "when clients train in turn, else count",
+            ("auto", "encode", "count"),
+            machine=True,
+            simulated=True,
+        ),
+    ] = "auto"
+    weighting: Annotated[
+        str,
+        About(
+            "how much a client counts at the server: by its number of `examples`, or all `equal`, as in the paper: "
+            "[algorithms.md](algorithms.md#what-a-client-counts-for)",
+            ("examples", "equal"),
+        ),
+    ] = "examples"
+    lr_schedule: Annotated[
+        str,
+        About(
+            "how the clients' learning rates change from round to round: [below](#learning-rates-by-the-round)",
+            idle=_no_rate,
+        ),
+    ] = "constant"
+    server_lr_schedule: Annotated[str, About("the same for those of the server's optimisers", idle=_no_server_rate)] = (
+        "constant"
+    )
+    statistics: Annotated[
+        str,
+        About(
+            "of a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
+            "client, `batch`: there are none but those of the batch at hand: [batchnorm.md](batchnorm.md)",
+            ("shared", "local", "batch"),
+            idle=_without_norms,
+        ),
+    ] = "shared"
+    report_statistics: Annotated[
+        str,
+        About(
+            "which statistics a client reports: of the model it `received`, the `final` one, or `running` averages",
+            ("received", "running", "final"),
+            idle=_not_reported,
+        ),
+    ] = "received"
+    statistics_momentum: Annotated[
+        float, About("how much of a round's statistics the server adopts", above=0, most=1, idle=_not_pooled)
+    ] = 1.0
+    patience: Annotated[
+        int | None,
+        About(
+            "stop after this many evaluations without a better one; none: never",
+            least=1,
+            simulated=True,
+            idle=_unjudged,
+        ),
+    ] = None
+    keep: Annotated[
+        str,
+        About(
+            "`best`: keep the model of the best evaluation as well", ("last", "best"), simulated=True, idle=_unjudged
+        ),
+    ] = "last"
+    by: Annotated[
+        str,
+        About(
+            "the field of the records by which evaluations are compared; `-NAME` if less is better (assumed for a loss "
+            "or an error); auto: `global_accuracy`, or `global_loss` where there is none",
+            simulated=True,
+            idle=_nothing_judged,
+        ),
+    ] = "auto"
+    attack: Annotated[
+        str,
+        About(f"what hostile clients do: {either(ATTACKS)}", ("none", *ATTACKS), simulated=True, idle=_unused_attack),
+    ] = "none"
+    attackers: Annotated[
+        float, About("the share of clients that are hostile", least=0, below=1, simulated=True, idle=_nobody)
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        for name, option in RUN_OPTIONS.items():
+            option.about.check(name, getattr(self, name))
+        directions(self.wire)
+        assert self.rates
+        if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
+            raise SettingError(
+                "messages are encoded only when clients train in turn: leave out messages, or set mode=in-turn"
+            )
+
+    @property
+    def rates(self) -> Rates:
+        """What becomes of the learning rates."""
+        return Rates(self.lr_schedule, self.server_lr_schedule, self.rounds)
+
+    def recorded(self) -> dict[str, Any]:
+        """What a run's config says; a setting that is none is not in it."""
+        return {name: plain(value) for name, value in asdict(self).items() if value is not None}
+
+
+RUN_OPTIONS = options_of(Settings)
+MACHINE = frozenset({name for name, option in RUN_OPTIONS.items() if option.about.machine} | {"data_dir"})
+"""Settings that say where and how a run is computed, not what; of tasks only `data_dir`, where their data lies."""
+SIMULATED = frozenset(name for name, option in RUN_OPTIONS.items() if option.about.simulated)
+EXTENDS = frozenset(name for name, option in RUN_OPTIONS.items() if option.about.extends)

@@ -1,0 +1,131 @@
+"""From names to a run: what is asked for in words becomes a task, an algorithm and settings, and a config says it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized, run_settings
+from fedprior.catalogue.algorithms import algorithm as named_algorithm
+from fedprior.catalogue.tasks import Task, task_options
+from fedprior.catalogue.tasks import task as named_task
+from fedprior.core.errors import SettingError
+from fedprior.core.options import nearest, table
+from fedprior.core.settings import RUN_OPTIONS, Settings
+from fedprior.em import Algorithm
+from fedprior.engines.settings import check_run, check_useful
+from fedprior.version import __version__
+
+Config: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
+
+
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    task: Task
+    algorithm: Algorithm
+    settings: Settings
+
+
+class Sorted(NamedTuple):
+    """Settings by what they are settings of; those of algorithms by the algorithm's name."""
+
+    run: dict[str, Any]
+    task: dict[str, Any]
+    algorithms: dict[str, dict[str, Any]]
+
+
+def sort_settings(given: Mapping[str, Any], task: str | None, algorithms: Sequence[str]) -> Sorted:
+    """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
+    task_names = {} if task is None else task_options(task, {})
+    known = {name: algorithm_settings(name, {}) for name in algorithms}
+    everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
+    for key in given:
+        if key not in everything:
+            if key in SIZES:
+                for name in algorithms:
+                    check_sized(name)
+            owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
+            if owners:
+                raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")
+            raise nearest(key, everything, "setting")
+    return Sorted(
+        {k: v for k, v in given.items() if k in RUN_OPTIONS},
+        {k: v for k, v in given.items() if k in task_names},
+        {name: {k: v for k, v in given.items() if k in settings} for name, settings in known.items()},
+    )
+
+
+def assemble(
+    task: Task | str,
+    algorithm: Algorithm | str,
+    run: Mapping[str, Any],
+    task_settings: Mapping[str, Any] | None = None,
+    algorithm_settings: Mapping[str, Any] | None = None,
+) -> Parts:
+    """A run's parts from names, or from what is built already; settings are text or values.
+
+    What is not given has the task's default, or else the library's. What cannot be trained is refused, and so is a
+    setting that would have no effect.
+    """
+    if isinstance(task, str):
+        task = named_task(task, seed=run_settings(run).seed, **task_settings or {})
+    check_kind(task, Task, "task")
+    if isinstance(algorithm, str):
+        own = {**task.algorithms.get(algorithm, {}), **(algorithm_settings or {})}
+        algorithm = named_algorithm(algorithm, task.network, **own)
+    check_kind(algorithm, Algorithm, "algorithm")
+    seed = {} if task.seed is None else {"seed": task.seed}
+    data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients)
+    check_run(settings, algorithm, task.network, data.clients, uneven=len(set(data.train.sizes)) > 1)
+    check_useful(settings, algorithm, task.network, data.clients, tested=len(data.test_y) > 0)
+    return Parts(task, algorithm, settings)
+
+
+def check_kind(value: Any, kind: type, what: str) -> None:
+    """Refuse what was passed in the place of a task or an algorithm."""
+    if not isinstance(value, kind):
+        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
+
+
+def tables(
+    task: str,
+    algorithm: str,
+    label: str,
+    *,
+    run: Mapping[str, Any],
+    task_settings: Mapping[str, Any],
+    algorithm_settings: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """The tables of a config that have settings; those of the run as they are recorded."""
+    return {
+        "run": {"task": task, "algorithm": algorithm, "label": label, **run},
+        "task": table(task_settings),
+        "algorithm": table(algorithm_settings),
+    }
+
+
+def made() -> dict[str, dict[str, Any]]:
+    """The table of a config that says what a run was made with."""
+    return {"made": {"fedprior": __version__, "torch": str(torch.__version__)}}
+
+
+def config_of(parts: Parts, label: str, partition: str = "") -> dict[str, dict[str, Any]]:
+    """All that a run's config.toml says."""
+    task, algorithm, settings = parts
+    # A task of another seed than its run's: the same clients and first weights, other draws.
+    other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
+    return {
+        **tables(
+            task.name,
+            algorithm.name,
+            label,
+            run=settings.recorded(),
+            task_settings={**other, **task.options},
+            algorithm_settings=algorithm.recorded(),
+        ),
+        "partition": {"clients": task.data.clients, "fingerprint": partition},
+        **made(),
+    }
