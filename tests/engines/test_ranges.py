@@ -1,5 +1,7 @@
 """The settings of a run: each at its border, and one step beyond; and what has no effect beside the others."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from fedprior.em import statistics
 from fedprior.engines import attack
 from fedprior.engines.settings import check_run, check_useful
 from fedprior.wire import precision
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -127,3 +131,10 @@ def test_every_setting_says_what_it_is_and_has_a_default_that_can_be() -> None:
         assert option.about.what, name
         assert plain(option.default) is not None
     Settings()
+
+
+def test_the_documentation_has_the_settings_as_they_are() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "fill_settings.py"))
+    shown = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` | " in shown for name in RUN_OPTIONS)
+    assert script["filled"](shown) == shown, "run python scripts/fill_settings.py"

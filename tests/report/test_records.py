@@ -211,7 +211,7 @@ def test_the_report_sees_records_and_nothing_that_trains():
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
         assert all(
             name.startswith(("fedprior.report", "fedprior.version"))
-            or name in ("fedprior.core.errors", "fedprior.core.files", "fedprior.core.late")
+            or name in tuple(f"fedprior.core.{part}" for part in ("errors", "files", "late", "settings"))
             for name in imported
         ), path.name
 
