@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
+import own_prior
 from small_world import CLASSES, small_clients, small_net
 
 # Two workers on two cores need no more; another number is tried where somebody asks for it.
@@ -41,6 +42,13 @@ hypothesis.settings.load_profile("anywhere")
 def seeded() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def with_own_prior(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prior that is not in the library has a name in the tests that ask for it."""
+    if own_prior.NAME in request.node.name:
+        monkeypatch.setitem(fedprior.ALGORITHMS, own_prior.NAME, own_prior.ENTRY)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fedprior
+import own_prior
 from fedprior import wire
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
@@ -18,7 +19,7 @@ from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Prior
 
-NAMES = list(fedprior.ALGORITHMS)
+NAMES = [*fedprior.ALGORITHMS, own_prior.NAME]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
@@ -121,6 +122,7 @@ SWEPT = {
     "fednarrow": {"sparsity": 0.3, "shrink": 0.5, "conv_rate": 0.2, "linear_rate": 0.3},
     "fedprox": {"precision": 0.7},
     "fedl1": {"strength": 0.2},
+    own_prior.NAME: {"scale": 0.3, "precision": 0.02},
 }
 
 

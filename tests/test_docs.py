@@ -21,6 +21,8 @@ def test_new_prior_example_runs_and_is_what_it_says() -> None:
     namespace: dict[str, object] = {"__name__": "new_prior"}
     exec(definition, namespace)
     prior = namespace["StudentT"]()  # type: ignore[operator]
+    assert len(definition.splitlines()) <= 30
+    assert re.findall(r"def (\w+)", definition) == ["density", "temper", "solve"]
     phi, w = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
     ours = prior.log_prob({"weights": {"w": phi}}, {"weights": {"w": w}})
     student = torch.distributions.StudentT(torch.tensor(3.0).double(), w, 0.01)

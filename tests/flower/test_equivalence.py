@@ -11,6 +11,7 @@ from local_grid import LocalGrid
 from torch import nn
 
 import fedprior
+import own_prior
 from fedprior.core import trees
 from fedprior.engines.settings import Settings, build
 from fedprior.flower import HardEM, Job, Server, client_app, own_job
@@ -18,13 +19,13 @@ from fedprior.flower import HardEM, Job, Server, client_app, own_job
 RUN = "0123456789abcdef"
 COUNTED = ("round", "bytes_up", "bytes_down", "floored", "global_accuracy", "sparsity")
 """No sum of floats is in these."""
-ROUNDED = ["fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian", "fedmix", "fedl1"]
+ROUNDED = [own_prior.NAME, "fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian", "fedmix", "fedl1"]
 
 
 @pytest.mark.parametrize(
     ("name", "wire"),
     [
-        *((name, "float32") for name in fedprior.ALGORITHMS),
+        *((name, "float32") for name in [*fedprior.ALGORITHMS, own_prior.NAME]),
         *((name, "int8/int4") for name in ROUNDED),
         ("fedavg", "int4"),
         ("fednarrow", "int4"),

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
-from fedprior.core.optimisers import Optimiser
+from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.trees import Params, Tree, stack
-from fedprior.em import Algorithm
+from fedprior.em import Algorithm, m_step
 from fedprior.em.lifting import lifting
 from fedprior.engines.stacked.tensors import own_settings
-from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, SpikeSlab
+from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
 from fedprior.priors.gated import gated_mean
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -328,7 +328,7 @@ class Two(Gaussian):
     """Two terms of which one has no weight at a client."""
 
     def terms(self):
-        return {"drift": self.drift, "free": lambda assignment, server: torch.tensor(10.0, dtype=torch.float64)}
+        return {"density": self.density, "free": lambda assignment, server: torch.tensor(10.0, dtype=torch.float64)}
 
 
 def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
@@ -352,3 +352,23 @@ def test_runs_that_are_stacked_have_settings_of_their_own():
         assert pruned["open"]["0"][i].tolist() == prior.prune(state)["open"]["0"].tolist()
     assert priors[0].strength == 0.1, "a prior is another one at other settings"
     assert own_settings([priors[0], priors[0]], numbers(0)) == {}
+
+
+class Near(Prior):
+    """The least that a prior must say."""
+
+    def density(self, assignment, server):
+        return -sum((assignment["weights"][name] - w).abs().sqrt().sum() for name, w in server["weights"].items())
+
+
+def test_a_density_is_enough_where_an_optimiser_takes_the_m_step():
+    sgd, params = {"weights": Optimiser("SGD", {"lr": 0.1})}, {"a": numbers(1.0, 5.0)}
+    algorithm = Algorithm(Near(), sgd, sgd)
+    algorithm.check(params)
+    server = algorithm.init(params)
+    assignment = {"weights": {"a": numbers(5.0, 5.0 - 0.25)}}
+    assert float(Near().tempered_log_prob(assignment, server)) == -2.5, "it counts in full"
+    moved = m_step(algorithm, server, stack([assignment]), TreeOptimiser(sgd, server))
+    assert moved["weights"]["a"].tolist() == [1 + 0.1 * 0.25, 5 - 0.1]
+    with pytest.raises(SettingError, match="Near has no M-step in closed form: give it `solve`, or"):
+        Algorithm(Near(), sgd).check(params)

@@ -67,6 +67,11 @@ class Algorithm:
     def check(self, params: Params) -> None:
         """Refuse settings that are out of range, and a network for whose parameters the gates were not made."""
         self.prior.check()
+        if self.server is None and type(self.prior).solve is Prior.solve:
+            raise SettingError(
+                f"{type(self.prior).__name__} has no M-step in closed form: give it `solve`, or the algorithm a server "
+                "optimiser, such as server={'weights': fedprior.Optimiser('Adam', {'lr': 0.001})}"
+            )
         if self.shapes is not None and self.shapes != {name: tuple(value.shape) for name, value in params.items()}:
             raise SettingError(
                 f"this {self.name} was built for another network: build it with "

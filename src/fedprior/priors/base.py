@@ -8,7 +8,6 @@ Three views of the client's posterior q complete the density: `relax` (what the 
 `expect` (what the penalty sees) and `commit` (the hard assignment, which is what is sent).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree, count
-from fedprior.wire import Layout
+from fedprior.wire import Layout, Section
 
 Term = Callable[[Tree, Tree], Tensor]
 """One term of a log density, of an assignment and of what the server knows."""
@@ -26,8 +25,9 @@ Explain = Callable[[Params], Tensor]
 """A client's mean loss under given parameters; smaller explains the data better."""
 
 
-class Prior(ABC):
-    """Base of all priors. The defaults are those of a prior with one point in parameter space and no gates."""
+class Prior:
+    """Base of all priors. The defaults are those of one point in parameter space without gates, all of whose weights
+    travel: what a prior must say is its `density` and, for an M-step in closed form, how to `solve` it."""
 
     scalars: ClassVar[tuple[str, ...]] = ()
     """Settings, none negative, that may be tensors as well, so that runs which differ in them can train together."""
@@ -43,17 +43,21 @@ class Prior(ABC):
         return replace(self, **settings)  # type: ignore[type-var]  # one that has scalars is a dataclass
 
     # ------------------------------------------------------------------ the density
-    @abstractmethod
-    def terms(self) -> Mapping[str, Term]:
-        """log p(assignment | server) as named terms of unit scale, constants left out.
+    def density(self, assignment: Tree, server: Tree) -> Tensor:
+        """log p(assignment | server) at unit scale, constants left out, where that is one term.
 
-        A term is a function of the assignment and of `server`, which is the server's state in the M-step and the packet
-        a client received in the E-step; it is differentiable in both.
+        `server` is the server's state in the M-step, and in the E-step the packet that a client received; the density
+        is differentiable in both arguments.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither a density nor terms")
 
-    @abstractmethod
+    def terms(self) -> Mapping[str, Term]:
+        """The density as named terms, which are functions of the same arguments."""
+        return {"density": self.density}
+
     def temper(self) -> Mapping[str, float]:
         """The weight of each term in a client's objective; a term not named counts nothing."""
+        return dict.fromkeys(self.terms(), 1.0)
 
     def log_prob(self, assignment: Tree, server: Tree) -> Tensor:
         """The sum of all terms at unit scale, which is what the M-step climbs."""
@@ -66,9 +70,9 @@ class Prior(ABC):
         return torch.stack(weighed).sum() if weighed else torch.zeros(())
 
     # ------------------------------------------------------------------ the server
-    @abstractmethod
     def init(self, params: Params) -> Tree:
         """The server's state from a dense model."""
+        return {"weights": params}
 
     def fit(self, rounds: int) -> "Prior":
         """The prior for a run of so many rounds; for one that does things in time."""
@@ -85,12 +89,10 @@ class Prior(ABC):
         """The packet that the server sends."""
         return {"weights": server["weights"]}
 
-    @abstractmethod
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
-        """The closed-form M-step: the server that maximises Σ_s n_s log p(φ_s) over stacked assignments.
-
-        `weight` is n_s, how many examples each stands for; None: all count alike. See `weighting.py`.
-        """
+        """The closed-form M-step, where there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
+        assignments. `weight` is n_s, how many examples each stands for; None: all count alike. See `weighting.py`."""
+        raise NotImplementedError(f"{type(self).__name__} has no M-step in closed form")
 
     known_slope: bool = False
     """Whether `slope` is known in closed form; if not, the M-step differentiates `log_prob`."""
@@ -147,13 +149,13 @@ class Prior(ABC):
         return upload["weights"]
 
     # ------------------------------------------------------------------ the wire
-    @abstractmethod
     def downlink(self, server: Tree) -> Layout:
-        """The layout of a packet."""
+        """The layout of a packet: every weight."""
+        return dense_layout(server["weights"])
 
-    @abstractmethod
     def uplink(self, state: Tree) -> Layout:
         """The layout of an upload: the answer to a packet, which `state` is, or the server's state that it tells."""
+        return dense_layout(state["weights"])
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
         """Other sections of a packet as they must be when its weights travel rounded, as `weights`."""
@@ -193,3 +195,9 @@ class Prior(ABC):
 def _counts(weight: float | Tensor) -> bool:
     """Whether a term need be computed; of a stacked weight that is not known."""
     return isinstance(weight, Tensor) or weight != 0
+
+
+def dense_layout(params: Params, models: int = 0) -> Layout:
+    """Every parameter; `models` leading dimensions are not the parameters' own."""
+    shapes = {name: tuple(value.shape) for name, value in params.items()}
+    return Layout({"weights": Section(shapes, models=models)}, dtype=next(iter(params.values())).dtype)

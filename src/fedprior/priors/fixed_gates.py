@@ -33,9 +33,6 @@ class FixedGates(GlobalGates):
                 raise SettingError(f"the dropout rate of {layer} must be at least 0 and below 1, got {rate}")
         super().check()
 
-    def init(self, params: Params) -> Tree:
-        return {"weights": params}
-
     def rate(self, layer: str) -> float:
         return self.rates[layer]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedprior.core import keys
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean, weighted
-from fedprior.priors.base import Prior, Term
+from fedprior.priors.base import Prior
 from fedprior.priors.gaussian import squared_distance
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
@@ -103,16 +103,13 @@ class GlobalGates(Gated):
         drawn, floored = self.draw(gates, key)
         return {"weights": self.gating.prune(weights, drawn), "gates": drawn, "floored": floored}
 
-    def terms(self) -> Mapping[str, Term]:
-        return {"drift": self.drift}
-
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Tree, server: Tree) -> Tensor:
         """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
         mask = self.gating.mask(assignment["gates"])
         return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
 
     def temper(self) -> Mapping[str, float]:
-        return {"drift": self.precision}
+        return {"density": self.precision}
 
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         sent = torch.func.vmap(self.gating.mask)(assignments["gates"])

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
-from fedprior.priors.base import Prior, Term
-from fedprior.wire import Layout, Section
+from fedprior.priors.base import Prior
 
 
 @dataclass(frozen=True)
@@ -25,28 +24,16 @@ class Gaussian(Prior):
     precision: float = 0.0
     scalars = ("precision",)
 
-    def terms(self) -> Mapping[str, Term]:
-        return {"drift": self.drift}
-
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Tree, server: Tree) -> Tensor:
         """−½ ‖φ − w‖²; λ is its temper in the E-step and part of the step size in the M-step."""
         return -0.5 * squared_distance(assignment["weights"], server["weights"])
 
     def temper(self) -> Mapping[str, float]:
-        return {"drift": self.precision}
-
-    def init(self, params: Params) -> Tree:
-        return {"weights": params}
+        return {"density": self.precision}
 
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ_s n_s φ_s / Σ_s n_s."""
         return {**server, "weights": {name: mean(value, weight) for name, value in assignments["weights"].items()}}
-
-    def downlink(self, server: Tree) -> Layout:
-        return dense_layout(server["weights"])
-
-    def uplink(self, state: Tree) -> Layout:
-        return dense_layout(state["weights"])
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:
@@ -54,9 +41,3 @@ def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor
     mask = mask or {}
     terms = [((a[name] - b[name]).square() * mask.get(name, 1.0)).sum() for name in b]
     return torch.stack(terms).sum()
-
-
-def dense_layout(params: Params, models: int = 0) -> Layout:
-    """Every parameter; `models` leading dimensions are not the parameters' own."""
-    shapes = {name: tuple(value.shape) for name, value in params.items()}
-    return Layout({"weights": Section(shapes, models=models)}, dtype=next(iter(params.values())).dtype)

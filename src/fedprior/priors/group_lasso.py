@@ -42,9 +42,6 @@ class GroupLasso(LocalGates):
     def temper(self) -> Mapping[str, float]:
         return {"lasso": self.strength}
 
-    def init(self, params: Params) -> Tree:
-        return {"weights": params}
-
     def _threshold(self, params: Params) -> tuple[Gates, Gates]:
         norms = self.gating.norms(params)
         return self.gating.floor({layer: (n > self.strength).to(n.dtype) for layer, n in norms.items()}, norms)

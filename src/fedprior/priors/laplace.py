@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import median
-from fedprior.priors.base import Prior, Term
-from fedprior.priors.gaussian import dense_layout
+from fedprior.priors.base import Prior
 from fedprior.wire import Layout, Section
 
 
@@ -27,10 +26,7 @@ class Laplace(Prior):
     smooth = False
     scalars = ("precision",)
 
-    def terms(self) -> Mapping[str, Term]:
-        return {"distance": self.distance}
-
-    def distance(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Tree, server: Tree) -> Tensor:
         """−Σ |φ − w|, whose gradient in w is Σ sign(φ − w)."""
         parts = [(assignment["weights"][name] - w).abs().sum() for name, w in server["weights"].items()]
         return -sum(parts[1:], parts[0])
@@ -47,9 +43,6 @@ class Laplace(Prior):
             pulled[name] = w + away.sign() * (away.abs() - lr.to(w.dtype) * self.precision).clamp(min=0)
         return {"weights": pulled}
 
-    def init(self, params: Params) -> Tree:
-        return {"weights": params}
-
     def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """The median by weight; of an even number of clients that count alike, the middle between the middle two."""
         medians = {name: median(values, weight) for name, values in assignments["weights"].items()}
@@ -65,9 +58,6 @@ class Laplace(Prior):
             name: upload["gates"][name] * value + (1 - upload["gates"][name]) * reference["weights"][name]
             for name, value in upload["weights"].items()
         }
-
-    def downlink(self, server: Tree) -> Layout:
-        return dense_layout(server["weights"])
 
     def uplink(self, state: Tree) -> Layout:
         shapes = {name: tuple(value.shape) for name, value in state["weights"].items()}

@@ -18,8 +18,8 @@ from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import weighted
-from fedprior.priors.base import Explain, Prior, Term
-from fedprior.priors.gaussian import dense_layout, squared_distance
+from fedprior.priors.base import Explain, Prior, dense_layout
+from fedprior.priors.gaussian import squared_distance
 from fedprior.wire import Layout
 
 
@@ -44,15 +44,12 @@ class Mixture(Prior):
         if not 0 <= self.spread <= 1:
             raise SettingError(f"spread must lie between 0 and 1, got {self.spread}")
 
-    def terms(self) -> Mapping[str, Term]:
-        return {"mixture": self.mixture}
-
-    def mixture(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Tree, server: Tree) -> Tensor:
         """1/λ log 1/K Σ_k exp(−λ/2 ‖φ − w_k‖²), whose gradient in w_k is r_k (φ − w_k)."""
         return (self._log_densities(assignment, server).logsumexp(0) - math.log(self.components)) / self.precision
 
     def temper(self) -> Mapping[str, float]:
-        return {"mixture": self.precision}
+        return {"density": self.precision}
 
     def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
         """p(z = k | φ): how much component k answers for this client."""
