@@ -18,7 +18,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Reader:
-    """A weight whose columns read a wire: channel j feeds `repeat` columns, and is silent when all `sources` are."""
+    """A weight whose columns read an edge: channel j feeds `repeat` columns, and is silent when all `sources` are."""
 
     parameter: str
     sources: tuple[str, ...]

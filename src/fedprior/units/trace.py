@@ -1,7 +1,7 @@
 """Find a network's units, and the weights that read them, by tracing it with torch.fx.
 
 A *unit* is a convolution's filter or a linear layer's neuron: its row of the weight, its bias, and the affine pair of
-the norm that follows. The output of a layer is a *wire* of channels. Each channel remembers which gated layers feed it
+the norm that follows. The output of a layer is a *edge* of channels. Each channel remembers which gated layers feed it
 (several after a residual addition), so that the layer at the other end knows which of its columns receive nothing once
 those units are closed.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from fedprior.core.errors import ModelError, SettingError
 from fedprior.units.operations import CONVOLUTIONS
 from fedprior.units.structure import Layer, Reader, Structure
-from fedprior.units.walk import Shapes, Walk, Wire
+from fedprior.units.walk import Edge, Shapes, Walk
 
 LINEAR_GATES = ("outputs", "inputs")
 
@@ -39,7 +39,7 @@ def find_structure(
         raise SettingError(f"linear_gates must be {' or '.join(LINEAR_GATES)}, got {linear_gates!r}")
     by_inputs = linear_gates == "inputs"
     # With gates on inputs, those of the output layer belong to what it reads: its own rows are the classes.
-    found = find_wires(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)
+    found = find_edges(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)
     layers = _by_inputs(found, model, gate_output, frozenset(ungated)) if by_inputs else tuple(found.layers.values())
     if not layers:
         raise ModelError(
@@ -55,7 +55,7 @@ def find_structure(
     return Structure(layers, found.readers, shapes, tuple(sorted(found.inputs)), tuple(sorted(found.outputs)), owned)
 
 
-def _by_inputs(found: "Wires", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:
+def _by_inputs(found: "Edges", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:
     """Gate convolutions by their outputs and linear layers by their inputs."""
     excluded = ungated | (frozenset() if gate_output else found.outputs)
     layers = [layer for layer in found.layers.values() if layer.kind == "conv"]
@@ -66,12 +66,12 @@ def _by_inputs(found: "Wires", model: nn.Module, gate_output: bool, ungated: fro
     return tuple(layers)
 
 
-class Wires(NamedTuple):
+class Edges(NamedTuple):
     """What every operation of a traced copy of a network passes on."""
 
     graph: fx.GraphModule
     """The copy, in evaluation mode."""
-    wires: dict[fx.Node, Wire]
+    edges: dict[fx.Node, Edge]
     shapes: dict[fx.Node, tuple[int, ...] | None]
     layers: dict[str, Layer]
     readers: tuple[Reader, ...]
@@ -83,7 +83,7 @@ class Wires(NamedTuple):
     """The layers that feed the output."""
 
 
-def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Wires:
+def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Edges:
     """Like `find_structure`, but with a result for every operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
@@ -104,7 +104,7 @@ def find_wires(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
     every = Walk(graph, own, frozenset(), lenient=True).run()
     inputs = frozenset(every.layers) - every.fed
-    return Wires(graph.module, walk.wires, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
+    return Edges(graph.module, walk.edges, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
 
 
 def _trace(model: nn.Module, example: Tensor) -> Shapes:

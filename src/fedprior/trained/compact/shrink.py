@@ -25,8 +25,8 @@ from fedprior.core.errors import ModelError
 from fedprior.trained.compact.fold import fold
 from fedprior.trained.compact.layers import read_columns, shrink_layer, smaller_norm
 from fedprior.units.operations import CONVOLUTIONS, NORMS, name_of
-from fedprior.units.trace import Wires, find_wires
-from fedprior.units.walk import Wire
+from fedprior.units.trace import Edges, find_edges
+from fedprior.units.walk import Edge
 
 TOLERANCE = 1e-5
 """How far an output may be off, relative to the largest. Sums run in a different order, so they round differently."""
@@ -61,7 +61,7 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
         return Compact(_folded(module, example))
     try:
         shared = _with_shared_weights(module)
-        found = find_wires(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
+        found = find_edges(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
         open_ = {
             name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters])
             for name, layer in found.layers.items()
@@ -104,12 +104,12 @@ def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
 
 
 def _remove(
-    found: Wires, left: dict[str, Tensor], shared: set[str]
+    found: Edges, left: dict[str, Tensor], shared: set[str]
 ) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
     """Shrink the traced copy, operation by operation."""
     selected: dict[str, tuple[int, int]] = {}
     for node in list(found.graph.graph.nodes):
-        inputs = [found.wires[n] for n in node.all_input_nodes if found.shapes[n] is not None]
+        inputs = [found.edges[n] for n in node.all_input_nodes if found.shapes[n] is not None]
         columns = _columns(inputs[0], left) if inputs else None
         if node.op == "call_module":
             name = str(node.target)
@@ -125,16 +125,16 @@ def _remove(
     return found.graph, {name: (int(left[name].sum()), len(left[name])) for name in lost} | selected
 
 
-def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: set[str]) -> dict[str, Tensor]:
+def _channels_left(found: Edges, open_: dict[str, Tensor], align: int, shared: set[str]) -> dict[str, Tensor]:
     """Which channels of every gated layer stay. Layers that are added to each other keep the same ones."""
     together: list[set[str]] = []
-    for sources in {wire.sources for wire in found.wires.values() if wire.sources}:
+    for sources in {edge.sources for edge in found.edges.values() if edge.sources}:
         joined = {*sources}.union(*(group for group in together if group & sources))
         together = [group for group in together if not group & sources] + [joined]
     left: dict[str, Tensor] = {}
     fixed = _added_to_others(found).union(
         *(
-            found.wires[n].sources
+            found.edges[n].sources
             for node in found.graph.graph.nodes
             if node.target in shared
             for n in node.all_input_nodes
@@ -153,47 +153,47 @@ def _channels_left(found: Wires, open_: dict[str, Tensor], align: int, shared: s
     return left
 
 
-def _added_to_others(found: Wires) -> set[str]:
+def _added_to_others(found: Edges) -> set[str]:
     """Layers whose channels are added to channels that always stay: the input's, or those of a fully open layer."""
     fixed: set[str] = set()
     for node in found.graph.graph.nodes:
-        if node.op in ("call_function", "call_method") and found.shapes[node] and not found.wires[node].sources:
-            fixed = fixed.union(*(found.wires[n].sources for n in node.all_input_nodes))
+        if node.op in ("call_function", "call_method") and found.shapes[node] and not found.edges[node].sources:
+            fixed = fixed.union(*(found.edges[n].sources for n in node.all_input_nodes))
     return fixed
 
 
-def _feeds_convolution(found: Wires, group: set[str]) -> bool:
+def _feeds_convolution(found: Edges, group: set[str]) -> bool:
     """Whether a convolution reads any of these layers."""
     return any(
         node.op == "call_module"
         and isinstance(found.graph.get_submodule(str(node.target)), CONVOLUTIONS)
-        and any(found.wires[n].sources & group for n in node.all_input_nodes)
+        and any(found.edges[n].sources & group for n in node.all_input_nodes)
         for node in found.graph.graph.nodes
     )
 
 
-def _columns(wire: Wire, left: dict[str, Tensor]) -> Tensor | None:
-    """Which columns of its reader a wire still feeds; None if it has lost nothing."""
-    if all(bool(left[source].all()) for source in wire.sources):
+def _columns(edge: Edge, left: dict[str, Tensor]) -> Tensor | None:
+    """Which columns of its reader an edge still feeds; None if it has lost nothing."""
+    if all(bool(left[source].all()) for source in edge.sources):
         return None
-    return left[min(wire.sources)].repeat_interleave(wire.repeat)
+    return left[min(edge.sources)].repeat_interleave(edge.repeat)
 
 
-def _shrink_module(found: Wires, node: fx.Node, rows: Tensor | None, columns: Tensor | None) -> None:
+def _shrink_module(found: Edges, node: fx.Node, rows: Tensor | None, columns: Tensor | None) -> None:
     name = str(node.target)
     module = found.graph.get_submodule(name)
     if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
         shrink_layer(name, module, rows, columns)
     elif columns is not None and isinstance(module, NORMS):
         parent, _, last = name.rpartition(".")
-        axis = found.wires[node].axis
+        axis = found.edges[node].axis
         setattr(found.graph.get_submodule(parent), last, smaller_norm(module, columns, axis))
     elif columns is not None and isinstance(module, nn.PReLU) and module.weight.numel() > 1:
         module.weight = nn.Parameter(module.weight.detach()[columns])
         module.num_parameters = module.weight.numel()
 
 
-def _select_inputs(found: Wires, node: fx.Node) -> dict[str, tuple[int, int]]:
+def _select_inputs(found: Edges, node: fx.Node) -> dict[str, tuple[int, int]]:
     """Let a linear layer read only the inputs that it has weights for, if that saves more than the indices cost."""
     name = str(node.target)
     layer = found.graph.get_submodule(name)
@@ -213,13 +213,13 @@ def _select_inputs(found: Wires, node: fx.Node) -> dict[str, tuple[int, int]]:
     return {f"{name}'s inputs": (kept, of)}
 
 
-def _replace_reshape(found: Wires, node: fx.Node) -> None:
+def _replace_reshape(found: Edges, node: fx.Node) -> None:
     source = next(n for n in node.all_input_nodes if found.shapes[n] is not None)
     graph = found.graph.graph
     with graph.inserting_before(node):
         same = found.shapes[source] == found.shapes[node]
         new = source if same else graph.call_function(torch.flatten, (source, 1))
-    found.wires[new], found.shapes[new] = found.wires[node], found.shapes[node]
+    found.edges[new], found.shapes[new] = found.edges[node], found.shapes[node]
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
