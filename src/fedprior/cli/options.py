@@ -18,7 +18,7 @@ DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="A folder with the data sets as the Hugging Face Hub lays them out.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
-Wire = Annotated[
+Precision = Annotated[
     str | None,
     typer.Option(
         "--wire", help="Precision of messages: float32, float16, bfloat16, int8, int4; or DOWN/UP, as int8/int4."
