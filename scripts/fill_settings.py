@@ -1,4 +1,4 @@
-"""Write the tables of a run's settings in docs/runs.md, from the settings themselves (`core/settings.py`).
+"""Write the tables of a run's settings in docs/runs.md from the settings themselves (`core/settings.py`).
 
 python scripts/fill_settings.py
 """
@@ -13,13 +13,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "runs.md"
 
 
 def row(option: Option) -> str:
-    """A line of a table."""
+    """Format one line of a table."""
     what = option.about.what + (" (simulator only)" if option.about.simulated and not option.about.machine else "")
     return f"| `{option.name}` | {as_text(option.default)} | {what} |"
 
 
 def tables() -> dict[str, str]:
-    """By the name of the place where they stand: settings of the run, and of the machine that computes it."""
+    """The tables by the name of their place in the page: settings of the run, and of the machine."""
     head = ["| setting | default | what |", "| --- | --- | --- |"]
     kinds = {"run": False, "machine": True}
     return {
@@ -29,7 +29,7 @@ def tables() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page with the tables as they are now."""
+    """Put the current tables into the page."""
     for kind, table in tables().items():
         start, end = f"<!-- settings of the {kind} -->\n\n", "\n\n<!-- end -->"
         page = re.sub(f"{re.escape(start)}.*?{end}", lambda _, new=start + table + end: new, page, flags=re.DOTALL)
