@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, described
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
 from fedprior.core.options import convert, nearest, options_of, resolve
@@ -335,7 +335,7 @@ def _unknown(name: str) -> SettingError:
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
     """A named algorithm for a network: `algorithm("fedsparse", network, lambda0=5e-5)`."""
     if not isinstance(network, Network):
-        raise SettingError(f"an algorithm is built for a Network, as task.network; got a {type(network).__name__}")
+        raise SettingError(f"an algorithm is built for a Network, as task.network; got {described(network)}")
     resolved = algorithm_settings(name, settings)
     built = entry(name).build(network, **resolved)
     built.prior.check()

@@ -31,3 +31,16 @@ class DivergedError(RunError):
 
 class FedpriorWarning(UserWarning):
     """Something the user should know and may want to fix. Training continues; the command line prints one line."""
+
+
+def counted(number: int | str, noun: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{number} {noun}" if str(number) == "1" else f"{number} {noun}s"
+
+
+def described(value: object) -> str:
+    """What was passed, for an error: `an int`, `a Tensor`, `the class Linear`."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedprior.core.errors import DataError
+from fedprior.core.errors import DataError, described
 
 ClientData = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
 """A client's inputs and targets, and optionally its test inputs and targets."""
@@ -210,8 +210,9 @@ def _listed(clients: Any) -> list[ClientData]:
     if isinstance(clients, Mapping):
         raise DataError("the clients are a dictionary; pass a list instead: list(clients.values())")
     if not isinstance(clients, Iterable) or isinstance(clients, Tensor | np.ndarray | str):
-        kind = type(clients).__name__
-        raise DataError(f"the clients are a {kind}; pass a list with one tuple of tensors (x, y) per client")
+        raise DataError(
+            f"the clients are {described(clients)}; pass a list with one tuple of tensors (x, y) per client"
+        )
     found = list(clients)
     if not found:
         raise DataError("there are no clients")

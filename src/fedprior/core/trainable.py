@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from fedprior.core.batch_norm import find_norms
-from fedprior.core.errors import ModelError
+from fedprior.core.errors import ModelError, described
 
 
 def check_statistics(model: nn.Module, kind: str) -> None:
@@ -21,22 +21,24 @@ def check_statistics(model: nn.Module, kind: str) -> None:
 def check_trainable(model: nn.Module) -> None:
     """Refuse models for which federated training has no meaning, and say what to use instead."""
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ModelError(f"the model is {kind}, not a torch.nn.Module; pass a module such as torch.nn.Linear(3, 2)")
+        raise ModelError(
+            f"the model is {described(model)}, not a torch.nn.Module; pass a module such as torch.nn.Linear(3, 2)"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not module.track_running_stats:
             raise ModelError(
-                f"module {name!r} is a {type(module).__name__} that stores no statistics. "
+                f"module {name!r} is {described(module)} that stores no statistics. "
                 "Set track_running_stats=True; to store nothing, use statistics=batch"
             )
         if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             raise ModelError(
-                f"module {name!r} is a {type(module).__name__}: its running statistics would drift apart between "
+                f"module {name!r} is {described(module)}: its running statistics would drift apart between "
                 "clients. Set track_running_stats=False, or use GroupNorm instead"
             )
         if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)):
-            kind = type(module).__name__
-            raise ModelError(f"module {name!r} is a {kind}, whose draws fedprior cannot control. Use Dropout instead")
+            raise ModelError(
+                f"module {name!r} is {described(module)}, whose draws fedprior cannot control. Use Dropout instead"
+            )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ModelError(f"parameter {name!r} has no shape yet: run the model once on an example first")

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedprior.core.errors import counted
 from fedprior.core.files import write_atomically, writing
 from fedprior.core.late import MEANS
 from fedprior.report.page_data import UNITS, page_data, span
@@ -139,7 +140,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     clients = {len(run.partition.train) for run in runs if run.partition}
     of = f" of {span(clients)}" if clients else ""
     cohort = f"{span(cohorts)}{of} clients a round" if cohorts else ""
-    parts = [f"{rounds} rounds", cohort, f"seed {span(run.seed for run in runs)}", devices]
+    parts = [counted(rounds, "round"), cohort, f"seed {span(run.seed for run in runs)}", devices]
     return " · ".join(part for part in parts if part)
 
 

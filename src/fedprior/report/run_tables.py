@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
+from fedprior.core.errors import counted
 from fedprior.core.late import MEANS
 from fedprior.report.reading import round_seconds
 from fedprior.report.records import Run
@@ -29,7 +30,7 @@ def table_of_summaries(summaries: Sequence[Mapping[str, Any]]) -> Table:
     title = "no run was finished"
     if summaries:
         s, named = summaries[0], ", ".join(map(str, seeds))
-        title = f"{s['task']}, {s['rounds']} rounds, seed {named}, {s['device']}, fedprior {s['version']}"
+        title = f"{s['task']}, {counted(s['rounds'], 'round')}, seed {named}, {s['device']}, fedprior {s['version']}"
     rows = [_cells(s, more) for s in summaries]
     for row, s in zip(rows, summaries, strict=True) if len(seeds) > 1 else ():
         row[0] += f" ({s['seed']})"

@@ -9,7 +9,7 @@ from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, algorithm_settings,
 from fedprior.catalogue.algorithms import algorithm as named_algorithm
 from fedprior.catalogue.tasks import Task, task_options
 from fedprior.catalogue.tasks import task as named_task
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, described
 from fedprior.core.options import nearest, table
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
@@ -86,8 +86,7 @@ def assemble(
 def check_kind(value: Any, kind: type, what: str) -> None:
     """Refuse what was passed in the place of a task or an algorithm."""
     if not isinstance(value, kind):
-        given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise SettingError(f"the {what} is {given}; give its name, or one made by fedprior.{what}(…)")
+        raise SettingError(f"the {what} is {described(value)}; give its name, or one made by fedprior.{what}(…)")
 
 
 def tables(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedprior import wire
 from fedprior.core import keys
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, counted
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.network import Network
 from fedprior.core.trees import Gates
@@ -48,7 +48,7 @@ def sparsity_for(
     if (least := run_bytes(build(most), network, settings, clients)) > budget:
         raise SettingError(
             f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
-            f"{settings.rounds} rounds; have fewer rounds or a coarser --wire"
+            f"{counted(settings.rounds, 'round')}; have fewer rounds or a coarser --wire"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedprior.catalogue.data.images import Scale
-from fedprior.core.errors import DivergedError
+from fedprior.core.errors import DivergedError, counted
 from fedprior.core.files import write_atomically
 from fedprior.core.storage import from_bytes, reading, to_bytes
 from fedprior.engines.loop.round import Simulation
@@ -53,7 +53,7 @@ class Result:
 
     def _table(self) -> Table:
         about = self.summary
-        title = f"{about['algorithm']} on {about['task']}, {about['rounds']} rounds, seed {about['seed']}"
+        title = f"{about['algorithm']} on {about['task']}, {counted(about['rounds'], 'round')}, seed {about['seed']}"
         return replace(table_of_summaries([about]), title=title)
 
 
@@ -74,6 +74,8 @@ class Job:
     """The model of the best evaluation of this session, where it is kept."""
     stopped: str = ""
     """Why there are no more rounds, where it is not that all are done."""
+    error: DivergedError | None = None
+    """The round in which it diverged, and who did."""
 
     def note(self, record: Record) -> None:
         """Keep a round's record."""
@@ -111,10 +113,31 @@ class Job:
         if self.folder:
             checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
 
-    def fail(self, error: DivergedError) -> None:
-        """Leave beside the records why there will be no more."""
-        if self.folder:
-            write_atomically(self.folder.diverged, f"{error}\n")
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more rounds, because it diverged or was stopped."""
+        return bool(self.error or self.stopped)
+
+    def reopen(self) -> None:
+        """Forget how it ended before, if there are rounds left."""
+        if self.folder and self.simulation.round < self.settings.rounds and not self.stopped:
+            self.folder.reopen()
+
+    def hear(self, outcome: Record | DivergedError) -> None:
+        """Take what became of a round; after the one in which it diverged there is nothing more to hear."""
+        if isinstance(outcome, DivergedError):
+            self.error = self.error or outcome
+        else:
+            self.note(outcome)
+
+    def asks_to_stop(self) -> bool:
+        """Tell of the last round; whether it is to be the last of all."""
+        return not self.error and self.progress is not None and self.progress(self.records[-1]) is early.STOP
+
+    def fail(self) -> None:
+        """Leave beside the records why there will be no more, if it diverged."""
+        if self.folder and self.error:
+            write_atomically(self.folder.diverged, f"{self.error}\n")
 
     def finish(self, mode: str) -> Result:
         """The summary and the model."""
@@ -138,41 +161,30 @@ def drive(jobs: list[Job]) -> list[Result | DivergedError]:
     mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
     driver = engine([job.simulation for job in jobs], mode)
     for job in jobs:
-        if job.folder and job.simulation.round < settings.rounds and not job.stopped:
-            job.folder.reopen()
-    ended: dict[int, DivergedError] = {}
-    saved = time.monotonic()
-    number = jobs[0].simulation.round
-    while number < settings.rounds and len(ended) < len(jobs) and not jobs[0].stopped:
+        job.reopen()
+    number, saved = jobs[0].simulation.round, time.monotonic()
+    while number < settings.rounds and (running := [job for job in jobs if not job.ended]):
         number += 1
         outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
-        running, failed = [place for place in range(len(jobs)) if place not in ended], {}
-        for place in running:
-            outcome = outcomes[place]
-            if isinstance(outcome, DivergedError):
-                failed[place] = outcome
-            else:
-                jobs[place].note(outcome)
-        if failed or number == settings.rounds or jobs[0].stopped or _due(settings, number, saved):
-            driver.sync()
-            for place in running:
-                jobs[place].save()
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            job.hear(outcome)
+        if number == settings.rounds or any(job.ended for job in running) or _due(settings, number, saved):
+            _save(driver, running)
             saved = time.monotonic()
-        for place in running:
-            job = jobs[place]
-            if job.progress and place not in failed and job.progress(job.records[-1]) is early.STOP:
-                _stop(driver, [jobs[place] for place in running])
-        for place, error in failed.items():
-            jobs[place].fail(error)
-        ended |= failed
-    return [ended.get(place) or job.finish(mode) for place, job in enumerate(jobs)]
+        wishes = [job.asks_to_stop() for job in running]
+        if any(wishes):
+            for job in running:
+                job.stopped = job.stopped or "by its callback"
+            _save(driver, running)
+        for job in running:
+            job.fail()
+    return [job.error or job.finish(mode) for job in jobs]
 
 
-def _stop(driver: Engine, jobs: list[Job]) -> None:
-    """Let this have been the last round."""
+def _save(driver: Engine, jobs: list[Job]) -> None:
+    """A checkpoint of each."""
     driver.sync()
     for job in jobs:
-        job.stopped = job.stopped or "by its callback"
         job.save()
 
 

@@ -13,7 +13,7 @@ from fedprior.catalogue.algorithms import algorithm as named_algorithm
 from fedprior.catalogue.tasks import TASKS, Task, is_file
 from fedprior.catalogue.tasks import task as named_task
 from fedprior.core import locks
-from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError
+from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
 from fedprior.core.options import convert, table
@@ -134,7 +134,9 @@ def resume(
             rounds = convert(RUN_OPTIONS["rounds"], rounds)
             done = len(folder.records())
             if rounds < max(done, 1):
-                raise RunError(f"{folder.path} has {done} rounds already: --rounds must be at least that, got {rounds}")
+                raise RunError(
+                    f"{folder.path} has {counted(done, 'round')} already: --rounds must be at least that, got {rounds}"
+                )
             settings = replace(settings, rounds=rounds)
         job = _reopen(folder, Parts(task, algorithm, settings))
         if rounds is not None and ranks.first():
@@ -191,7 +193,7 @@ def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None
 
 def _check_progress(progress: Any) -> None:
     if progress is not None and not callable(progress):
-        raise SettingError(f"progress is a {type(progress).__name__}; give a function that takes a round's record")
+        raise SettingError(f"progress is {described(progress)}; give a function that takes a round's record")
 
 
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fedprior.core.errors import RunError
+from fedprior.core.errors import RunError, counted
 from fedprior.core.settings import MACHINE
 from fedprior.report import figures
 from fedprior.report.records import Group, Run, find_runs, group_runs
@@ -32,7 +32,7 @@ class Results:
         """What was trained, for how long, where and with what."""
         runs = [run for group in self.groups for run in group.runs]
         rounds = sorted({run.planned for run in runs})
-        length = " or ".join(f"{r:,}" for r in rounds) + " rounds"
+        length = counted(" or ".join(f"{r:,}" for r in rounds), "round")
         if rounds != [self.experiment.rounds]:
             length += f" (the experiment has {self.experiment.rounds:,})"
         clients = {run.config["partition"]["clients"] for run in runs if "clients" in run.config.get("partition", {})}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedprior.catalogue.algorithms import run_settings
 from fedprior.catalogue.data.images import Scale
 from fedprior.core import keys
-from fedprior.core.errors import DataError, ModelError, SettingError
+from fedprior.core.errors import DataError, ModelError, SettingError, described
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import one_each, with_classes
 from fedprior.core.network import IGNORED, Loss, Metric, Network, class_dim, cross_entropy
@@ -124,9 +124,8 @@ def _try_loss(network: Network, data: FederatedData, count: int) -> torch.Size:
 def _check_shapes(network: Network, outputs: Any, y: Tensor) -> None:
     """The model must give one tensor; with the default loss, with logits for every label."""
     if not isinstance(outputs, Tensor):
-        kind = type(outputs).__name__
         raise ModelError(
-            f"the model gives a {kind}, not a tensor: wrap it in a module whose forward returns the outputs"
+            f"the model gives {described(outputs)}, not a tensor: wrap it in a module whose forward returns the outputs"
         )
     if network.loss is not cross_entropy or class_dim(outputs, y) is not None:
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.catalogue.tasks.base import Task
-from fedprior.core.errors import FedpriorError, RunError, SettingError
+from fedprior.core.errors import FedpriorError, RunError, SettingError, described
 from fedprior.core.options import Option, convert, nearest
 
 CHECKSUM = "source_sha256"
@@ -70,7 +70,7 @@ def file_task(name: str, seed: int, given: Mapping[str, Any]) -> tuple[Task, dic
     made = _guarded(_parts(name)[0], lambda: function(**arguments))
     if not isinstance(made, Task):
         raise SettingError(
-            f"{short(name)} of {_parts(name)[0]} returned a {type(made).__name__}; "
+            f"{short(name)} of {_parts(name)[0]} returned {described(made)}; "
             "return a task, as fedprior.own_task(model, clients)"
         )
     return made, options
