@@ -283,7 +283,7 @@ def test_the_same_named_task_from_its_name(monkeypatch, small_task):
         ({"local_steps": 0}, "local_steps must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1"),
-        ({"seed": 2**63}, "seed must be at least -9223372036854775808 and below"),
+        ({"seed": 2**63}, "seed must fit in 64 bits"),
         ({"mode": "sideways"}, "mode must be auto, in-turn, vectorised or captured, got 'sideways'"),
         ({"messages": "pigeon"}, "messages must be auto, encode or count, got 'pigeon'"),
         (

@@ -106,7 +106,7 @@ class Settings:
     """How to run, whatever the algorithm."""
 
     rounds: Annotated[int, About("how many rounds to train", least=1, extends=True)] = 100
-    seed: Annotated[int, About("the seed of everything random", least=-(2**63), below=2**63)] = 0
+    seed: Annotated[int, About("the seed of everything random")] = 0
     clients_per_round: Annotated[int, About("how many clients train in a round", least=1)] = 10
     batch_size: Annotated[int, About("examples in a batch of a client", least=1)] = 10
     epochs: Annotated[int, About("passes over a client's examples in a round", least=1, idle=_overruled)] = 1
@@ -255,6 +255,8 @@ class Settings:
         for name, option in RUN_OPTIONS.items():
             option.about.check(name, getattr(self, name))
         directions(self.wire)
+        if not -(2**63) <= self.seed < 2**63:
+            raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
         assert self.rates
         if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
             raise SettingError(
