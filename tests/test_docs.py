@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedprior
+from fedprior.priors import Assignment
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -24,7 +25,7 @@ def test_new_prior_example_runs_and_is_what_it_says() -> None:
     assert len(definition.splitlines()) <= 30
     assert re.findall(r"def (\w+)", definition) == ["density", "temper", "solve"]
     phi, w = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    ours = prior.log_prob({"weights": {"w": phi}}, {"weights": {"w": w}})
+    ours = prior.log_prob(Assignment({"w": phi}), {"weights": {"w": w}})
     student = torch.distributions.StudentT(torch.tensor(3.0).double(), w, 0.01)
     at_centre = torch.distributions.StudentT(torch.tensor(3.0).double(), phi, 0.01)
     torch.testing.assert_close(ours, (student.log_prob(phi) - at_centre.log_prob(phi)).sum())

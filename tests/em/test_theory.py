@@ -10,7 +10,7 @@ from torch import Tensor
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.trees import Tree, stack
 from fedprior.em import Algorithm, m_step
-from fedprior.priors import Gaussian, Laplace, Mixture, Prior, SpikeSlab
+from fedprior.priors import Assignment, Gaussian, Laplace, Mixture, Prior, SpikeSlab
 from fedprior.units import WeightGating
 
 D = torch.float64
@@ -42,7 +42,7 @@ def test_single_step_em_is_gradient_ascent_on_the_marginal_likelihood() -> None:
         mean = torch.linalg.solve(a.T @ a + lam * torch.eye(3, dtype=D), a.T @ y + lam * w)
         # log p is quadratic in φ, so its gradient under the posterior is the gradient at the posterior mean.
         centre = w.clone().requires_grad_()
-        prior.log_prob({"weights": {"w": mean}}, {"weights": {"w": centre}}).backward()
+        prior.log_prob(Assignment({"w": mean}), {"weights": {"w": centre}}).backward()
         assert centre.grad is not None
         gradients.append(lam * centre.grad)  # the library's terms are of unit scale: λ belongs to the step size
     assert variable.grad is not None
@@ -60,7 +60,7 @@ def test_monte_carlo_posterior_gives_the_same_gradient() -> None:
     torch.manual_seed(0)
     samples = posterior.sample((200_000,))
     centre = w.clone().requires_grad_()
-    torch.func.vmap(lambda phi: prior.log_prob({"weights": {"w": phi}}, {"weights": {"w": centre}}))(
+    torch.func.vmap(lambda phi: prior.log_prob(Assignment({"w": phi}), {"weights": {"w": centre}}))(
         samples
     ).mean().backward()
     marginal = w.clone().requires_grad_()
@@ -85,7 +85,7 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
         total = 0.0
         for (a, y), phi in zip(data, local, strict=True):
             fit = -0.5 * (y - a @ phi["weights"]["w"]).square().sum()
-            total += float(fit + weight * prior.log_prob(phi, server))
+            total += float(fit + weight * prior.log_prob(Assignment(**phi), server))
         return total
 
     def e_step(a: Tensor, y: Tensor, phi: Tree, server: Tree) -> Tree:
@@ -93,7 +93,7 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
         lr = 0.9 / float(torch.linalg.matrix_norm(a.T @ a, 2) + weight)
         for _ in range(30):
             w = phi["weights"]["w"].clone().requires_grad_()
-            loss = 0.5 * (y - a @ w).square().sum() - prior.tempered_log_prob({"weights": {"w": w}}, server)
+            loss = 0.5 * (y - a @ w).square().sum() - prior.tempered_log_prob(Assignment({"w": w}), server)
             (grad,) = torch.autograd.grad(loss, w)
             phi = {"weights": {"w": (w - lr * grad).detach()}}
             phi = phi if prior.smooth else prior.prox(phi, server, torch.tensor(lr, dtype=D))
@@ -103,7 +103,7 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
     for _ in range(8):
         local = [e_step(a, y, phi, server) for (a, y), phi in zip(data, local, strict=True)]
         values.append(objective(local, server))
-        server = prior.solve(stack(local), server)
+        server = prior.solve(Assignment(**stack(local)), server)
         values.append(objective(local, server))
     assert all(after >= before - 1e-10 for before, after in itertools.pairwise(values))
     assert values[-1] > values[0] + 0.1
@@ -114,12 +114,12 @@ def test_block_coordinate_hard_em_never_decreases_its_objective(prior: Prior) ->
 def test_closed_form_m_steps_are_stationary_points(prior: Prior, count: int) -> None:
     """There the gradient of Σ_s log p(φ_s | server) is zero: a sum of differences, of signs, of r (φ − w)."""
     g = torch.Generator().manual_seed(7)
-    uploads = {"weights": {"w": torch.randn(count, 4, generator=g, dtype=D)}}
+    uploads = Assignment({"w": torch.randn(count, 4, generator=g, dtype=D)})
     server = prior.init({"w": torch.randn(4, generator=g, dtype=D)})
     for _ in range(500):  # the mixture's M-step fixes responsibilities, so its stationary point is a fixed point
         server = prior.solve(uploads, server)
     variable = {"weights": {"w": server["weights"]["w"].clone().requires_grad_()}}
-    torch.func.vmap(lambda phi: prior.log_prob({"weights": phi}, variable))(uploads["weights"]).sum().backward()
+    torch.func.vmap(lambda phi: prior.log_prob(phi, variable))(uploads).sum().backward()
     grad = variable["weights"]["w"].grad
     torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-9)
 
@@ -127,7 +127,7 @@ def test_closed_form_m_steps_are_stationary_points(prior: Prior, count: int) -> 
 def test_the_median_beats_every_other_point() -> None:
     """Not only stationary: no point has a higher Laplace likelihood, by brute force on a grid."""
     values = torch.tensor([[0.1], [5.0], [0.3], [-9.0], [0.2]], dtype=D)
-    best = Laplace().solve({"weights": {"w": values}}, {"weights": {"w": torch.zeros(1, dtype=D)}})["weights"]["w"]
+    best = Laplace().solve(Assignment({"w": values}), {"weights": {"w": torch.zeros(1, dtype=D)}})["weights"]["w"]
     grid = torch.linspace(-10, 10, 4001, dtype=D)
     likelihood = -(values - grid).abs().sum(0)
     assert float(best) == pytest.approx(0.2)
@@ -141,7 +141,7 @@ def test_spike_slab_closed_form_is_stationary_in_weights_and_probabilities() -> 
     server = prior.init({"w": 3 + torch.rand(3, 4, generator=g, dtype=D)})
     z = (torch.rand(8, 3, 4, generator=g, dtype=D) < 0.5).double()
     z[0], z[1] = 0, 1  # every mean lies strictly between 0 and 1
-    uploads = {"weights": {"w": 3 + torch.rand(8, 3, 4, generator=g, dtype=D)}, "gates": {"w": z}}
+    uploads = Assignment({"w": 3 + torch.rand(8, 3, 4, generator=g, dtype=D)}, {"w": z})
     solved = prior.solve(uploads, server)
     variable = {
         section: {k: v.clone().requires_grad_() for k, v in solved[section].items()}
@@ -158,7 +158,7 @@ def test_responsibilities_are_bayes_rule() -> None:
     g = torch.Generator().manual_seed(0)
     centres, phi = torch.randn(3, 5, generator=g, dtype=D), torch.randn(5, generator=g, dtype=D)
     densities = torch.stack([torch.distributions.Normal(c, 0.7**-0.5).log_prob(phi).sum().exp() for c in centres])
-    ours = prior.responsibilities({"weights": {"w": phi}}, {"weights": {"w": centres}})
+    ours = prior.responsibilities(Assignment({"w": phi}), {"weights": {"w": centres}})
     torch.testing.assert_close(ours, densities / densities.sum(), rtol=1e-10, atol=1e-12)
 
 
@@ -167,8 +167,8 @@ def test_mixture_gradient_is_the_papers() -> None:
     prior, g = Mixture(3, 0.7), torch.Generator().manual_seed(1)
     centres, phi = torch.randn(3, 5, generator=g, dtype=D).requires_grad_(), torch.randn(5, generator=g, dtype=D)
     server = {"weights": {"w": centres}}
-    prior.log_prob({"weights": {"w": phi}}, server).backward()
-    r = prior.responsibilities({"weights": {"w": phi}}, {"weights": {"w": centres.detach()}})
+    prior.log_prob(Assignment({"w": phi}), server).backward()
+    r = prior.responsibilities(Assignment({"w": phi}), {"weights": {"w": centres.detach()}})
     torch.testing.assert_close(centres.grad, r[:, None] * (phi - centres.detach()))
 
 
@@ -201,10 +201,7 @@ def test_lambda0_is_half_the_log_ratio_of_precisions(lam: float, lam2: float) ->
     gating = WeightGating({"w": (1, 1)})
     prior = SpikeSlab(gating, lambda0=lambda0, precision=lam, cross_entropy=0.0)
     for pi, w_s, w in [(0.3, 0.7, -0.2), (0.9, -1.5, 0.4), (1.0, 0.1, 0.1)]:
-        assignment = {
-            "weights": {"w": torch.full((1, 1), w_s, dtype=D)},
-            "gates": {"w": torch.full((1, 1), pi, dtype=D)},
-        }
+        assignment = Assignment(*({"w": torch.full((1, 1), value, dtype=D)} for value in (w_s, pi)))
         server = {"weights": {"w": torch.full((1, 1), w, dtype=D)}, "thresholds": {"w": torch.zeros(1, 1, dtype=D)}}
         penalty = -float(prior.tempered_log_prob(assignment, server))
         assert expected_kl(pi, w_s, w) - constant == pytest.approx(penalty, abs=1e-7)

@@ -13,7 +13,7 @@ from fedprior.core.trees import Params, Tree
 from fedprior.corrections import Scaffold
 from fedprior.em import Algorithm, e_step
 from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.priors import Gaussian, SpikeSlab
+from fedprior.priors import Assignment, Gaussian, SpikeSlab
 from fedprior.units import UnitGating, find_structure
 from fedprior.wire import Wire
 
@@ -35,7 +35,7 @@ class Recording(Gaussian):
         self.seen.setdefault("adopt", []).append(int(key))
         return super().adopt(packet, key, explain)  # type: ignore[arg-type]
 
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+    def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         self.seen.setdefault("relax", []).append(int(key))
         return super().relax(expected, packet, key)
 

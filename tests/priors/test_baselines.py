@@ -11,7 +11,7 @@ from fedprior.catalogue.models import LeNet5
 from fedprior.core import keys
 from fedprior.core.network import Network
 from fedprior.core.trees import Params, stack
-from fedprior.priors import FixedGates, GroupLasso, Mixture
+from fedprior.priors import Assignment, FixedGates, GroupLasso, Mixture
 from fedprior.units import UnitGating, find_structure
 
 
@@ -48,10 +48,10 @@ def test_feddrop_noise_is_drawn_anew_and_keeps_the_mean() -> None:
     _, gating, params = lenet()
     rates = {"conv1": 0.3, "conv2": 0.3, "fc1": 0.5}
     packet = {"weights": params, "gates": gating.all_open(params)}
-    quiet = FixedGates(gating, rates).relax({"weights": params}, packet, keys.key(0))
+    quiet = FixedGates(gating, rates).relax(Assignment(params), packet, keys.key(0))
     assert all(torch.equal(quiet[name], value) for name, value in params.items())
     noisy = FixedGates(gating, rates, noise=True)
-    draws = [noisy.relax({"weights": params}, packet, keys.key(i))["fc1.weight"] for i in range(100)]
+    draws = [noisy.relax(Assignment(params), packet, keys.key(i))["fc1.weight"] for i in range(100)]
     assert not torch.equal(draws[0], draws[1])
     # Inverted dropout: w/(1 − rate) or 0, so the mean is w again.
     assert set((draws[0][:, 0] / params["fc1.weight"][:, 0]).round(decimals=9).unique().tolist()) == {0.0, 2.0}
@@ -66,7 +66,7 @@ def test_fedl1_penalty_is_the_sum_of_group_norms() -> None:
     for layer in ("conv1", "conv2", "fc1"):
         rows = torch.cat([params[f"{layer}.weight"].flatten(1), params[f"{layer}.bias"][:, None]], 1)
         expected += float(rows.norm(dim=1).sum())
-    penalty = -prior.tempered_log_prob({"weights": params, "gates": {}}, {"weights": params})
+    penalty = -prior.tempered_log_prob(Assignment(params), {"weights": params})
     assert float(penalty) == pytest.approx(0.3 * expected, abs=1e-9)
 
 
@@ -90,7 +90,7 @@ def test_fedl1_absence_is_a_vote_for_zero() -> None:
     gone = {**params, "fc1.weight": params["fc1.weight"].clone(), "fc1.bias": params["fc1.bias"].clone()}
     gone["fc1.weight"][3], gone["fc1.bias"][3] = 0, 0
     uploads = stack([prior.commit({"weights": w}, {}, keys.key(0)) for w in (params, gone)])
-    solved = prior.solve(uploads, {"weights": params})["weights"]
+    solved = prior.solve(Assignment.of(uploads["weights"], uploads), {"weights": params})["weights"]
     torch.testing.assert_close(solved["fc1.weight"][3], params["fc1.weight"][3] / 2)
 
 

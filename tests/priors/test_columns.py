@@ -38,7 +38,7 @@ def client_gates(prior: SpikeSlab, server: Tree) -> Tree:
     """π of a client that has just started."""
     packet = prior.broadcast(server, keys.key(0))
     local = prior.adopt(packet, keys.key(0), lambda params: torch.zeros(()))
-    return prior.expect(local, prior.receive(packet))["gates"]
+    return prior.expect(local, prior.receive(packet)).gates
 
 
 def test_probabilities_do_not_change_with_the_columns_in_any_round_or_at_any_end() -> None:

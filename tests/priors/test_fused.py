@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedprior.core import keys
 from fedprior.core.trees import Params, Tree, stack
-from fedprior.priors import SpikeSlab
+from fedprior.priors import Assignment, SpikeSlab
 from fedprior.priors.thresholds import CLOSED, NO_THRESHOLD, OPEN, logits_and_gates, thresholds_for
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -166,7 +166,7 @@ def test_a_gate_closed_for_good_is_never_drawn_and_has_no_slope() -> None:
     sent = prior.receive(packet(prior, 1, closed=2))
     local = state(prior, 2)
     expected = prior.expect(local, sent)
-    assert expected["gates"]["0"][:2].tolist() == [0, 0]
+    assert expected.gates["0"][:2].tolist() == [0, 0]
     for seed in range(20):
         assert prior.commit(local, sent, keys.key(seed))["gates"]["0"][:2].tolist() == [0, 0]
         assert not prior.relax(expected, sent, keys.key(seed))["0.weight"][:2].any()
@@ -267,7 +267,7 @@ def test_the_closed_form_keeps_theta_off_its_borders() -> None:
     uploads = []
     for z in ((1, 1, 0), (1, 1, 0), (1, 0, 0)):
         gates = {"0": torch.tensor(z).double()}
-        uploads.append({"weights": prior.gating.apply(server["weights"], gates), "gates": gates})
+        uploads.append(Assignment(prior.gating.apply(server["weights"], gates), gates))
     solved = prior.solve(stack(uploads), server)
     torch.testing.assert_close(prior.gates(solved)["0"], torch.tensor([0.9, 2 / 3, 0.1]).double())
 

@@ -13,7 +13,7 @@ from fedprior.core.trees import Params, Tree, stack
 from fedprior.em import Algorithm, m_step
 from fedprior.em.lifting import lifting
 from fedprior.engines.stacked.tensors import own_settings
-from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
+from fedprior.priors import Assignment, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
 from fedprior.priors.gated import gated_mean
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -95,12 +95,12 @@ def test_the_borders_of_the_ranges_are_allowed():
 
 
 def test_the_gaussian_is_minus_half_the_squared_distance():
-    assignment, server = ({"weights": {"a": numbers(*values)}} for values in ((4.0, -1.0), (1.0, 1.0)))
-    prior = Gaussian(0.3)
+    assignment, other = (Assignment({"a": numbers(*values)}) for values in ((4.0, -1.0), (1.0, 1.0)))
+    prior, server = Gaussian(0.3), {"weights": other.weights}
     assert float(prior.log_prob(assignment, server)) == -6.5
     assert float(prior.tempered_log_prob(assignment, server)) == pytest.approx(-6.5 * 0.3)
     assert float(Gaussian(0.0).tempered_log_prob(assignment, server)) == 0
-    many = stack([assignment, server, server])
+    many = stack([assignment, other, other])
     assert prior.solve(many, server)["weights"]["a"].tolist() == [2.0, pytest.approx(1 / 3)]
 
 
@@ -108,8 +108,8 @@ def test_the_laplace_is_minus_the_distance_and_its_pull_is_the_exact_step():
     prior = Laplace(0.5)
     packet = {"weights": {"a": numbers(1, 1, 1, 1)}, "more": {}}
     local = {"weights": {"a": numbers(4, 1.04, -2, 0.96)}}
-    assert float(prior.log_prob(local, packet)) == pytest.approx(-(3 + 0.04 + 3 + 0.04))
-    assert float(prior.tempered_log_prob(local, packet)) == 0, "the pull is the step, not a gradient"
+    assert float(prior.log_prob(Assignment(**local), packet)) == pytest.approx(-(3 + 0.04 + 3 + 0.04))
+    assert float(prior.tempered_log_prob(Assignment(**local), packet)) == 0, "the pull is the step, not a gradient"
     assert not prior.smooth
     pulled = prior.prox(local, packet, numbers(0.1)[0])["weights"]["a"]
     torch.testing.assert_close(pulled, numbers(3.95, 1, -1.95, 1), rtol=0, atol=1e-12)
@@ -123,21 +123,21 @@ def test_the_laplace_is_minus_the_distance_and_its_pull_is_the_exact_step():
 
 @pytest.mark.parametrize(("values", "median"), [((5, 1, 100), 5), ((5, 1, 100, 2), 3.5), ((7,), 7), ((1, 2), 1.5)])
 def test_the_laplaces_m_step_is_the_median(values, median):
-    uploads = stack([{"weights": {"a": numbers(value)}} for value in values])
+    uploads = stack([Assignment({"a": numbers(value)}) for value in values])
     assert Laplace().solve(uploads, {"weights": {"a": numbers(0)}})["weights"]["a"].tolist() == [median]
 
 
 def test_the_mixture_is_the_log_of_a_mean_of_gaussians():
     """φ = 1 and components at 0 and 3 with λ = 0.5: exp(−0.25) and exp(−1)."""
     prior = Mixture(2, 0.5)
-    server, assignment = {"weights": {"a": torch.tensor([[0.0], [3.0]]).double()}}, {"weights": {"a": numbers(1)}}
+    server, assignment = {"weights": {"a": torch.tensor([[0.0], [3.0]]).double()}}, Assignment({"a": numbers(1)})
     parts = math.exp(-0.25), math.exp(-1.0)
     log_density = math.log(sum(parts) / 2)
     assert float(prior.log_prob(assignment, server)) == pytest.approx(log_density / 0.5)
     assert float(prior.tempered_log_prob(assignment, server)) == pytest.approx(log_density)
     shares = [part / sum(parts) for part in parts]
     torch.testing.assert_close(prior.responsibilities(assignment, server), numbers(*shares))
-    other = {"weights": {"a": numbers(2)}}  # by symmetry the shares the other way round
+    other = Assignment({"a": numbers(2)})  # by symmetry the shares the other way round
     solved = prior.solve(stack([assignment, other]), server)["weights"]["a"].flatten()
     torch.testing.assert_close(solved, numbers(shares[0] * 1 + shares[1] * 2, shares[1] * 1 + shares[0] * 2))
 
@@ -145,7 +145,7 @@ def test_the_mixture_is_the_log_of_a_mean_of_gaussians():
 def test_a_component_that_no_client_answers_to_stays_where_it_is():
     prior = Mixture(2, 1.0)
     server = {"weights": {"a": torch.tensor([[0.0, 0.0], [300.0, 500.0]]).double()}}
-    uploads = stack([{"weights": {"a": numbers(1, 2)}}, {"weights": {"a": numbers(3, 4)}}])
+    uploads = stack([Assignment({"a": numbers(1, 2)}), Assignment({"a": numbers(3, 4)})])
     solved = prior.solve(uploads, server)["weights"]["a"]
     assert solved.tolist() == [[2, 3], [300, 500]]
 
@@ -179,7 +179,7 @@ def test_the_group_lasso_has_no_drift_at_the_client():
     """λ (5 + 1 + 0.5), wherever the server is; the server's own term is the squared distance."""
     prior, params = GroupLasso(hidden_layer(), 0.3), hidden_params()
     elsewhere = {name: value + 1 for name, value in params.items()}
-    assignment = {"weights": params, "gates": gates(1, 1, 1)}
+    assignment = Assignment(params, gates(1, 1, 1))
     penalty = -prior.tempered_log_prob(assignment, {"weights": elsewhere})
     assert float(penalty) == pytest.approx(0.3 * 6.5)
     assert float(prior.drift(assignment, {"weights": elsewhere})) == -0.5 * (6 + 3 + 6 + 2)
@@ -240,10 +240,10 @@ def test_the_gated_mean_is_over_those_who_sent():
     gating = hidden_layer()
     server = {"weights": hidden_params(100.0)}
     clients = [
-        {"weights": gating.prune(hidden_params(scale), gates(*z)), "gates": gates(*z)}
+        Assignment(gating.prune(hidden_params(scale), gates(*z)), gates(*z))
         for scale, z in ((1.0, (1, 0, 1)), (2.0, (1, 0, 0)), (6.0, (0, 0, 1)))
     ]
-    sent = torch.func.vmap(gating.mask)(stack(clients)["gates"])
+    sent = torch.func.vmap(gating.mask)(stack(clients).gates)
     mean = gated_mean(sent, stack(clients), server)
     torch.testing.assert_close(mean["0.weight"][0], numbers(3, 4) * 1.5)  # of clients 0 and 1
     assert mean["0.bias"][1] == 100, "nobody sent it: it stays"
@@ -291,7 +291,7 @@ def test_noise_at_the_client_keeps_the_mean():
     gating = WeightGating({"w": (1, 4000)})
     prior = FixedGates(gating, {"w": 0.2}, noise=True)
     ones = {"w": torch.ones(1, 4000, dtype=torch.float64)}
-    drawn = prior.relax({"weights": ones}, {"gates": ones}, keys.key(1))["w"]
+    drawn = prior.relax(Assignment(ones), {"gates": ones}, keys.key(1))["w"]
     assert set(drawn.unique().tolist()) == {0.0, 1.25}
     assert float(drawn.mean()) == pytest.approx(1, abs=5 * 0.5 / 4000**0.5)
 
@@ -332,7 +332,7 @@ class Two(Gaussian):
 
 
 def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
-    assignment, server = ({"weights": {"a": numbers(value)}} for value in (3.0, 1.0))
+    assignment, server = Assignment({"a": numbers(3.0)}), {"weights": {"a": numbers(1.0)}}
     prior = Two(0.25)
     assert float(prior.tempered_log_prob(assignment, server)) == -2 * 0.25
     assert float(prior.log_prob(assignment, server)) == -2 + 10
@@ -342,7 +342,7 @@ def test_runs_that_are_stacked_have_settings_of_their_own():
     priors = [GroupLasso(hidden_layer(), value) for value in (0.1, 2.0)]
     settings = own_settings(priors, numbers(0))
     state: Tree = {"weights": hidden_params()}
-    assignment = {"weights": hidden_params(), "gates": gates(1, 1, 1)}
+    assignment = Assignment(hidden_params(), gates(1, 1, 1))
     algorithm = Algorithm(priors[0], {"weights": Optimiser("SGD", {"lr": 0.1})})
     lift, both = lifting(algorithm, True, settings), stack([state, state])
     penalties = lift(lambda own: own.prior.tempered_log_prob)(stack([assignment, assignment]), both)
@@ -358,7 +358,7 @@ class Near(Prior):
     """The least that a prior must say."""
 
     def density(self, assignment, server):
-        return -sum((assignment["weights"][name] - w).abs().sqrt().sum() for name, w in server["weights"].items())
+        return -sum((assignment.weights[name] - w).abs().sqrt().sum() for name, w in server["weights"].items())
 
 
 def test_a_density_is_enough_where_an_optimiser_takes_the_m_step():
@@ -366,9 +366,9 @@ def test_a_density_is_enough_where_an_optimiser_takes_the_m_step():
     algorithm = Algorithm(Near(), sgd, sgd)
     algorithm.check(params)
     server = algorithm.init(params)
-    assignment = {"weights": {"a": numbers(5.0, 5.0 - 0.25)}}
-    assert float(Near().tempered_log_prob(assignment, server)) == -2.5, "it counts in full"
-    moved = m_step(algorithm, server, stack([assignment]), TreeOptimiser(sgd, server))
+    upload = {"weights": {"a": numbers(5.0, 5.0 - 0.25)}}
+    assert float(Near().tempered_log_prob(Assignment(**upload), server)) == -2.5, "it counts in full"
+    moved = m_step(algorithm, server, stack([upload]), TreeOptimiser(sgd, server))
     assert moved["weights"]["a"].tolist() == [1 + 0.1 * 0.25, 5 - 0.1]
     with pytest.raises(SettingError, match="Near has no M-step in closed form: give it `solve`, or"):
         Algorithm(Near(), sgd).check(params)

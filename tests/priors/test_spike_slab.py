@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprior.catalogue.models import LeNet5
 from fedprior.core import keys
 from fedprior.core.trees import Params, Tree, stack
-from fedprior.priors import SpikeSlab
+from fedprior.priors import Assignment, SpikeSlab
 from fedprior.priors.thresholds import hard_concrete
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -99,7 +99,7 @@ def test_server_gradients_are_those_of_algorithm_1(prior: SpikeSlab) -> None:
     server = with_grad(state(4))
     z = random_gates(server["thresholds"], 9)
     w_hat = {name: value * z.get(name, torch.ones(())) for name, value in weights(5).items()}
-    prior.log_prob({"weights": w_hat, "gates": z}, server).backward()
+    prior.log_prob(Assignment(w_hat, z), server).backward()
     for name, v in server["thresholds"].items():
         w = server["weights"][name]
         prob = theta(w.detach(), v.detach())
@@ -116,8 +116,8 @@ def test_local_gradients_equal_finite_differences(prior: SpikeSlab, section: str
     norms_of = {name: value.detach().clone() for name, value in local["weights"].items()}
 
     def penalty() -> float:
-        gates = prior.expect({**local, "weights": norms_of}, packet)["gates"]
-        return float(-prior.tempered_log_prob({"weights": local["weights"], "gates": gates}, packet).detach())
+        gates = prior.expect({**local, "weights": norms_of}, packet).gates
+        return float(-prior.tempered_log_prob(Assignment(local["weights"], gates), packet).detach())
 
     (-prior.tempered_log_prob(prior.expect(local, packet), packet)).backward()
     for leaf in local[section].values():
@@ -135,7 +135,7 @@ def test_local_gradients_equal_finite_differences(prior: SpikeSlab, section: str
 
 def test_server_threshold_gradient_equals_finite_differences(prior: SpikeSlab) -> None:
     server, step = with_grad(state(4)), 1e-6
-    upload = {"weights": weights(5), "gates": random_gates(server["thresholds"], 1)}
+    upload = Assignment(weights(5), random_gates(server["thresholds"], 1))
     prior.log_prob(upload, server).backward()
     for leaf in server["thresholds"].values():
         flat, grad = leaf.detach().view(-1), leaf.grad
@@ -154,7 +154,7 @@ def test_weights_get_no_gradient_through_the_gates(prior: SpikeSlab) -> None:
     local, packet = state(1), opened(prior, state(0))
     for leaf in local["weights"].values():
         leaf.requires_grad_()
-    assert not any(gate.requires_grad for gate in prior.expect(local, packet)["gates"].values())
+    assert not any(gate.requires_grad for gate in prior.expect(local, packet).gates.values())
 
 
 @settings(deadline=None, max_examples=30)
@@ -204,15 +204,14 @@ def test_start_is_dense_with_the_asked_probability(prior: SpikeSlab) -> None:
 def test_closed_form_is_the_weighted_mean_and_the_mean_gate(prior: SpikeSlab) -> None:
     server = prior.init({name: value.sign() * (value.abs() + 3) for name, value in weights(0).items()})
     clients = [
-        {"weights": {n: v + 4 for n, v in weights(s).items()}, "gates": random_gates(server["thresholds"], s)}
-        for s in range(5)
+        Assignment({n: v + 4 for n, v in weights(s).items()}, random_gates(server["thresholds"], s)) for s in range(5)
     ]
     solved = prior.solve(stack(clients), server)
     probabilities = prior.gates(solved)
     for name in server["thresholds"]:
         for i in range(server["thresholds"][name].numel()):
-            z = torch.stack([c["gates"][name].reshape(-1)[i] for c in clients])
-            w = torch.stack([c["weights"][name].reshape(-1)[i] for c in clients])
+            z = torch.stack([c.gates[name].reshape(-1)[i] for c in clients])
+            w = torch.stack([c.weights[name].reshape(-1)[i] for c in clients])
             kept = server["weights"][name].reshape(-1)[i]
             mean = (z * w).sum() / z.sum() if z.sum() > 0 else kept
             assert float(solved["weights"][name].reshape(-1)[i]) == pytest.approx(float(mean), abs=1e-12)
@@ -327,7 +326,7 @@ def test_unit_wise_server_gradients_are_those_of_algorithm_1_for_what_was_sent()
     prior, server, local = unit_prior()
     gates = {"0": torch.tensor([1.0, 0, 1, 1]).double(), "2": torch.tensor([1.0, 1, 0, 1, 1]).double()}
     upload = {"weights": prior.gating.apply(local["weights"], gates), "gates": gates}
-    assignment = {**upload, "weights": prior.realise(upload, server)}
+    assignment = Assignment.of(prior.realise(upload, server), upload)
     with_grad(server)
     prior.log_prob(assignment, server).backward()
     own = {name: gates[name[0]] for name in server["weights"] if name[0] in gates}
@@ -352,7 +351,7 @@ def test_the_slope_in_closed_form_is_the_gradient_of_what_the_m_step_climbs(dens
         moved = {name: value + 0.1 * seed for name, value in local["weights"].items()}
         uploads.append({"weights": prior.gating.prune(moved, gates), "gates": gates})
     found = prior.slope(stack(uploads), server)
-    realised = [{**upload, "weights": prior.realise(upload, server)} for upload in uploads]
+    realised = [Assignment.of(prior.realise(upload, server), upload) for upload in uploads]
     with_grad(server)
     (-torch.stack([prior.log_prob(assignment, server) for assignment in realised]).mean()).backward()
     for section in ("weights", "thresholds"):

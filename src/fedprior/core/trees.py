@@ -20,7 +20,8 @@ def tree_map(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
     if isinstance(tree, dict):
         return {name: tree_map(fn, child, *(other[name] for other in rest)) for name, child in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(tree_map(fn, *children) for children in zip(tree, *rest, strict=True))
+        mapped = [tree_map(fn, *children) for children in zip(tree, *rest, strict=True)]
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
     return fn(tree, *rest)
 
 

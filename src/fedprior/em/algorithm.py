@@ -17,7 +17,7 @@ from fedprior.core.trees import Gates, Params, Tree
 from fedprior.corrections import Correction
 from fedprior.em import statistics as norm_statistics
 from fedprior.em.statistics import Statistics
-from fedprior.priors import Prior
+from fedprior.priors import Assignment, Prior
 from fedprior.wire import Layout, Wire
 
 
@@ -154,7 +154,7 @@ class Algorithm:
         known = server["statistics"]
         sent = torch.func.vmap(self.prior.sent, (0, None))(uploads["gates"], server) if "gates" in uploads else {}
         answers = torch.func.vmap(self.prior.responsibilities, (0, None)) if norm_statistics.is_stacked(known) else None
-        shares = answers(uploads, server) if answers else None
+        shares = answers(Assignment.of(uploads["weights"], uploads), server) if answers else None
         found = norm_statistics.absorb(known, uploads["statistics"], sent, shares, self.statistics.momentum)
         return {**server, "statistics": found}
 

@@ -98,7 +98,7 @@ def e_step(
     upload = lift(lambda own: own.prior.commit)(local, packet, turn.key(Purpose.COMMIT))
     extra = lift(lambda own: own.correction.conclude)(start["weights"], local["weights"], packet, path)
     upload = lift(lambda own: own.answer)(upload, extra, packet)
-    gates = lift(lambda own: own.prior.expect)(local, packet)["gates"]
+    gates = lift(lambda own: own.prior.expect)(local, packet).gates
     coded: Tree = {}
     if rounded and algorithm.wire.rounds:
         coded, heard = lift(lambda own: partial(_round, own))(upload, packet, turn.key(Purpose.ROUNDING))

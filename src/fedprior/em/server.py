@@ -11,6 +11,7 @@ from fedprior.core.trees import Params, Tree, clone
 from fedprior.core.weighting import mean
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.lifting import Lift, gradient_of, lifting
+from fedprior.priors import Assignment
 
 
 def m_step(
@@ -53,12 +54,12 @@ def m_step(
     return final
 
 
-def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Tree]:
+def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Assignment]:
     """From stacked uploads to the assignments that they stand for."""
 
-    def realise(uploads: Tree, server: Tree) -> Tree:
+    def realise(uploads: Tree, server: Tree) -> Assignment:
         weights = torch.func.vmap(lambda upload: algorithm.prior.realise(upload, server))(uploads)
-        return {**uploads, "weights": weights}
+        return Assignment.of(weights, uploads)
 
     return realise
 
@@ -66,7 +67,7 @@ def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Tree]:
 def _objective(algorithm: Algorithm) -> Callable[..., tuple[Tensor, Tensor]]:
     """−Σ_s n_s log p(φ*_s | server) / Σ_s n_s, in the server's variables."""
 
-    def objective(variables: Tree, server: Tree, assignments: Tree, *weight: Tensor) -> tuple[Tensor, Tensor]:
+    def objective(variables: Tree, server: Tree, assignments: Assignment, *weight: Tensor) -> tuple[Tensor, Tensor]:
         values = torch.func.vmap(lambda a: algorithm.prior.log_prob(a, {**server, **variables}))(assignments)
         return -mean(values, *weight), values
 

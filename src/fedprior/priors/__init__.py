@@ -1,6 +1,6 @@
 """A federated algorithm is a prior over client parameters: one file a prior."""
 
-from fedprior.priors.base import Prior
+from fedprior.priors.base import Assignment, Prior
 from fedprior.priors.fixed_gates import FixedGates
 from fedprior.priors.gaussian import Gaussian
 from fedprior.priors.group_lasso import GroupLasso
@@ -9,4 +9,4 @@ from fedprior.priors.mixture import Mixture
 from fedprior.priors.narrow import Narrow
 from fedprior.priors.spike_slab import SpikeSlab
 
-__all__ = ["FixedGates", "Gaussian", "GroupLasso", "Laplace", "Mixture", "Narrow", "Prior", "SpikeSlab"]
+__all__ = ["Assignment", "FixedGates", "Gaussian", "GroupLasso", "Laplace", "Mixture", "Narrow", "Prior", "SpikeSlab"]

@@ -10,7 +10,7 @@ Three views of the client's posterior q complete the density: `relax` (what the 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,28 @@ from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree, count
 from fedprior.wire import Layout, Section
 
-Term = Callable[[Tree, Tree], Tensor]
+NONE: Params = {}
+"""No tensors; nobody changes it."""
+
+
+class Assignment(NamedTuple):
+    """What a client's parameters are, or are expected to be: what a density is of. Stacked, those of many clients.
+
+    What travels is not this but a tree of sections, which may say less: see `Prior.realise`.
+    """
+
+    weights: Params
+    gates: Gates = NONE
+    joint: Params = NONE
+    """For a prior that has worked them out: `gates` and their `logits`, all layers in one vector."""
+
+    @classmethod
+    def of(cls, weights: Params, upload: Tree) -> "Assignment":
+        """That of an upload that stands for these weights."""
+        return cls(weights, upload.get("gates", {}))
+
+
+Term = Callable[[Assignment, Tree], Tensor]
 """One term of a log density, of an assignment and of what the server knows."""
 Explain = Callable[[Params], Tensor]
 """A client's mean loss under given parameters; smaller explains the data better."""
@@ -43,7 +64,7 @@ class Prior:
         return replace(self, **settings)  # type: ignore[type-var]  # one that has scalars is a dataclass
 
     # ------------------------------------------------------------------ the density
-    def density(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
         """log p(assignment | server) at unit scale, constants left out, where that is one term.
 
         `server` is the server's state in the M-step, and in the E-step the packet that a client received; the density
@@ -59,11 +80,11 @@ class Prior:
         """The weight of each term in a client's objective; a term not named counts nothing."""
         return dict.fromkeys(self.terms(), 1.0)
 
-    def log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+    def log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """The sum of all terms at unit scale, which is what the M-step climbs."""
         return torch.stack([term(assignment, server) for term in self.terms().values()]).sum()
 
-    def tempered_log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+    def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """The terms weighed by `temper`, which is what a client's objective holds; 0 where all weights are."""
         terms, temper = self.terms(), self.temper()
         weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if _counts(weight)]
@@ -89,7 +110,7 @@ class Prior:
         """The packet that the server sends."""
         return {"weights": server["weights"]}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The closed-form M-step, where there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
         assignments. `weight` is n_s, how many examples each stands for; None: all count alike. See `weighting.py`."""
         raise NotImplementedError(f"{type(self).__name__} has no M-step in closed form")
@@ -109,7 +130,7 @@ class Prior:
         """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
 
-    def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
+    def responsibilities(self, assignment: Assignment, server: Tree) -> Tensor:
         """How much each of the server's models answers for a client: one number a model, 1 in all."""
         return torch.ones(1)
 
@@ -125,13 +146,13 @@ class Prior:
         """The packet, with what a client works out from it once, before it trains."""
         return packet
 
-    def expect(self, local: Tree, packet: Tree) -> Tree:
+    def expect(self, local: Tree, packet: Tree) -> Assignment:
         """The assignment that q expects, for the penalty; `relax` is given it as well."""
-        return {"weights": local["weights"], "gates": {}}
+        return Assignment(local["weights"])
 
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+    def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         """A differentiable draw from q, for the network to run with."""
-        return expected["weights"]
+        return expected.weights
 
     smooth: bool = True
     """False: `log_prob` has a term that gradients do not serve, and `prox` takes its step."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Params, Tree
+from fedprior.priors.base import Assignment
 from fedprior.priors.gated import GlobalGates
 from fedprior.units import Gating
 
@@ -40,9 +41,9 @@ class FixedGates(GlobalGates):
         """A sub-network for one client."""
         return self.sub_network(server["weights"], self.gating.all_open(server["weights"]), key)
 
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+    def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         if not self.noise:
             return super().relax(expected, packet, key)
         drawn, _ = self.draw(packet["gates"], key)
         kept = {layer: gate / (1 - self.rates[layer]) for layer, gate in drawn.items()}
-        return self.gating.apply(expected["weights"], kept)
+        return self.gating.apply(expected.weights, kept)

@@ -9,16 +9,16 @@ from torch import Tensor
 from fedprior.core import keys
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean, weighted
-from fedprior.priors.base import Prior
+from fedprior.priors.base import Assignment, Prior
 from fedprior.priors.gaussian import squared_distance
 from fedprior.units import Gating
 from fedprior.wire import Layout, Section
 
 
-def gated_mean(sent: Params, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Params:
+def gated_mean(sent: Params, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Params:
     """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s, z what a client sent of each weight; one that nobody sent keeps its value."""
     means = {}
-    for name, values in assignments["weights"].items():
+    for name, values in assignments.weights.items():
         if name not in sent:
             means[name] = mean(values, weight)
             continue
@@ -103,23 +103,23 @@ class GlobalGates(Gated):
         drawn, floored = self.draw(gates, key)
         return {"weights": self.gating.prune(weights, drawn), "gates": drawn, "floored": floored}
 
-    def density(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
         """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
-        mask = self.gating.mask(assignment["gates"])
-        return -0.5 * squared_distance(assignment["weights"], server["weights"], mask)
+        mask = self.gating.mask(assignment.gates)
+        return -0.5 * squared_distance(assignment.weights, server["weights"], mask)
 
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
-        sent = torch.func.vmap(self.gating.mask)(assignments["gates"])
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
+        sent = torch.func.vmap(self.gating.mask)(assignments.gates)
         return {**server, "weights": gated_mean(sent, assignments, server, weight)}
 
-    def expect(self, local: Tree, packet: Tree) -> Tree:
-        return {"weights": local["weights"], "gates": packet["gates"]}
+    def expect(self, local: Tree, packet: Tree) -> Assignment:
+        return Assignment(local["weights"], packet["gates"])
 
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
-        return self.gating.apply(expected["weights"], packet["gates"])
+    def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
+        return self.gating.apply(expected.weights, packet["gates"])
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         return {"weights": self.gating.prune(local["weights"], packet["gates"]), "gates": packet["gates"]}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
-from fedprior.priors.base import Prior
+from fedprior.priors.base import Assignment, Prior
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Gaussian(Prior):
     precision: float = 0.0
     scalars = ("precision",)
 
-    def density(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
         """−½ ‖φ − w‖²; λ is its temper in the E-step and part of the step size in the M-step."""
-        return -0.5 * squared_distance(assignment["weights"], server["weights"])
+        return -0.5 * squared_distance(assignment.weights, server["weights"])
 
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ_s n_s φ_s / Σ_s n_s."""
-        return {**server, "weights": {name: mean(value, weight) for name, value in assignments["weights"].items()}}
+        return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean
-from fedprior.priors.base import Term
+from fedprior.priors.base import Assignment, Term
 from fedprior.priors.gated import LocalGates
 from fedprior.priors.gaussian import squared_distance
 from fedprior.units import Gating
@@ -31,13 +31,13 @@ class GroupLasso(LocalGates):
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift, "lasso": self.lasso}
 
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+    def drift(self, assignment: Assignment, server: Tree) -> Tensor:
         """−½ ‖φ − w‖², absent groups counting as zero."""
-        return -0.5 * squared_distance(assignment["weights"], server["weights"])
+        return -0.5 * squared_distance(assignment.weights, server["weights"])
 
-    def lasso(self, assignment: Tree, server: Tree) -> Tensor:
+    def lasso(self, assignment: Assignment, server: Tree) -> Tensor:
         """−Σ_g ‖φ_g‖₂."""
-        return -torch.stack([norm.sum() for norm in self.gating.norms(assignment["weights"]).values()]).sum()
+        return -torch.stack([norm.sum() for norm in self.gating.norms(assignment.weights).values()]).sum()
 
     def temper(self) -> Mapping[str, float]:
         return {"lasso": self.strength}
@@ -54,9 +54,9 @@ class GroupLasso(LocalGates):
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {"weights": server["weights"], "gates": server["open"]}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The mean, absent groups counting as zero."""
-        return {**server, "weights": {name: mean(value, weight) for name, value in assignments["weights"].items()}}
+        return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         gates, floored = self._threshold(local["weights"])

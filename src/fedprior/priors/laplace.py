@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import median
-from fedprior.priors.base import Prior
+from fedprior.priors.base import Assignment, Prior
 from fedprior.wire import Layout, Section
 
 
@@ -26,9 +26,9 @@ class Laplace(Prior):
     smooth = False
     scalars = ("precision",)
 
-    def density(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
         """−Σ |φ − w|, whose gradient in w is Σ sign(φ − w)."""
-        parts = [(assignment["weights"][name] - w).abs().sum() for name, w in server["weights"].items()]
+        parts = [(assignment.weights[name] - w).abs().sum() for name, w in server["weights"].items()]
         return -sum(parts[1:], parts[0])
 
     def temper(self) -> Mapping[str, float]:
@@ -43,9 +43,9 @@ class Laplace(Prior):
             pulled[name] = w + away.sign() * (away.abs() - lr.to(w.dtype) * self.precision).clamp(min=0)
         return {"weights": pulled}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The median by weight; of an even number of clients that count alike, the middle between the middle two."""
-        medians = {name: median(values, weight) for name, values in assignments["weights"].items()}
+        medians = {name: median(values, weight) for name, values in assignments.weights.items()}
         return {**server, "weights": medians}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:

@@ -18,7 +18,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import weighted
-from fedprior.priors.base import Explain, Prior, dense_layout
+from fedprior.priors.base import Assignment, Explain, Prior, dense_layout
 from fedprior.priors.gaussian import squared_distance
 from fedprior.wire import Layout
 
@@ -44,19 +44,19 @@ class Mixture(Prior):
         if not 0 <= self.spread <= 1:
             raise SettingError(f"spread must lie between 0 and 1, got {self.spread}")
 
-    def density(self, assignment: Tree, server: Tree) -> Tensor:
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
         """1/λ log 1/K Σ_k exp(−λ/2 ‖φ − w_k‖²), whose gradient in w_k is r_k (φ − w_k)."""
         return (self._log_densities(assignment, server).logsumexp(0) - math.log(self.components)) / self.precision
 
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
 
-    def responsibilities(self, assignment: Tree, server: Tree) -> Tensor:
+    def responsibilities(self, assignment: Assignment, server: Tree) -> Tensor:
         """p(z = k | φ): how much component k answers for this client."""
         return self._log_densities(assignment, server).softmax(0)
 
-    def _log_densities(self, assignment: Tree, server: Tree) -> Tensor:
-        distances = torch.func.vmap(squared_distance, (None, 0))(assignment["weights"], server["weights"])
+    def _log_densities(self, assignment: Assignment, server: Tree) -> Tensor:
+        distances = torch.func.vmap(squared_distance, (None, 0))(assignment.weights, server["weights"])
         return -0.5 * self.precision * distances
 
     def init(self, params: Params) -> Tree:
@@ -76,12 +76,12 @@ class Mixture(Prior):
             weights[name] = torch.stack(rows)
         return {"weights": weights}
 
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w_k = Σ_s n_s r_sk φ_s / Σ_s n_s r_sk; a component that no client answers to stays where it is."""
         shares = weighted(torch.func.vmap(self.responsibilities, (0, None))(assignments, server), weight)
         total = shares.sum(0)
         weights = {}
-        for name, values in assignments["weights"].items():
+        for name, values in assignments.weights.items():
             mean = torch.einsum("sk,s...->k...", shares / total.clamp(min=1e-12), values)
             lonely = (total < 1e-6).reshape(-1, *[1] * (values.dim() - 1))
             weights[name] = torch.where(lonely, server["weights"][name], mean)

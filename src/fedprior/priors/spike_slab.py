@@ -22,7 +22,7 @@ from fedprior import kernels
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.kernels import concrete
-from fedprior.priors.base import Explain, Term
+from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
@@ -48,40 +48,40 @@ class SpikeSlab(MagnitudeGates):
     def terms(self) -> Mapping[str, Term]:
         return {"drift": self.drift, "l0": self.l0, "gates": self.agreement}
 
-    def drift(self, assignment: Tree, server: Tree) -> Tensor:
+    def drift(self, assignment: Assignment, server: Tree) -> Tensor:
         """−½ Σ_j z_j (w_sj − w_j)², z_j the gate of the group that weight j belongs to."""
-        own = self.gating.rows(assignment["gates"])
-        return -0.5 * squared_distance(assignment["weights"], server["weights"], own)
+        own = self.gating.rows(assignment.gates)
+        return -0.5 * squared_distance(assignment.weights, server["weights"], own)
 
-    def l0(self, assignment: Tree, server: Tree) -> Tensor:
+    def l0(self, assignment: Assignment, server: Tree) -> Tensor:
         """−Σ_j z_j over parameters: a gate pays for each parameter it switches."""
         gates = self._joint_gates(assignment)
         return -(gates * self.gating.joint_sizes(gates)).sum()
 
-    def agreement(self, assignment: Tree, server: Tree) -> Tensor:
+    def agreement(self, assignment: Assignment, server: Tree) -> Tensor:
         """Σ_g z log θ + (1 − z) log(1 − θ), written as z ℓ − log(1 + e^ℓ) to stay finite when θ rounds to 0 or 1."""
         logits = self.joint_logits(server)
         return (self._joint_gates(assignment) * logits - F.softplus(logits)).sum()
 
-    def _joint_gates(self, assignment: Tree) -> Tensor:
+    def _joint_gates(self, assignment: Assignment) -> Tensor:
         """All gates in one vector; what a client expects has them so already."""
-        return assignment["joint"]["gates"] if "joint" in assignment else self.gating.join(assignment["gates"])
+        return assignment.joint["gates"] if assignment.joint else self.gating.join(assignment.gates)
 
     def temper(self) -> Mapping[str, float]:
         return {"drift": self.precision, "l0": self.lambda0, "gates": self.cross_entropy}
 
-    def tempered_log_prob(self, assignment: Tree, server: Tree) -> Tensor:
+    def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """As in the base class. Two terms are linear in π: once a packet is received, they are one price a gate."""
         if "joint" not in server or isinstance(self.precision, Tensor) or self.precision != 0:
             return super().tempered_log_prob(assignment, server)
         return (self._joint_gates(assignment) * server["joint"]["price"]).sum() - server["joint"]["constant"]
 
     # ------------------------------------------------------------------ the server
-    def solve(self, assignments: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+    def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
-        weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments["gates"]), assignments, server, weight)
+        weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments.gates), assignments, server, weight)
         edge = min(self.theta_start, 1 - self.theta_start)
-        means = {layer: mean(gate, weight) for layer, gate in assignments["gates"].items()}
+        means = {layer: mean(gate, weight) for layer, gate in assignments.gates.items()}
         theta = self.gating.join(means).clamp(edge, 1 - edge)
         v = self._thresholds(self.norms(weights, server), (theta / (1 - theta)).log())
         if "age" in server:
@@ -117,24 +117,23 @@ class SpikeSlab(MagnitudeGates):
         joint = {"logits": logits, "open": is_open, "price": price, "constant": constant}
         return {**packet, "joint": joint | ({"silent": self._silent(packet)} if "silent" in packet else {})}
 
-    def expect(self, local: Tree, packet: Tree) -> Tree:
+    def expect(self, local: Tree, packet: Tree) -> Assignment:
         is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
         logits, gates = self._logits(local, is_open, self.norms(local["weights"], packet))
-        joint = {"logits": logits, "gates": gates}
-        return {"weights": local["weights"], "gates": self.gating.part(gates), "joint": joint}
+        return Assignment(local["weights"], self.gating.part(gates), {"logits": logits, "gates": gates})
 
-    def relax(self, expected: Tree, packet: Tree, key: Tensor) -> Params:
+    def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
-        logits = expected["joint"]["logits"]
+        logits = expected.joint["logits"]
         if kernels.usable(logits):
             gates = concrete.hard_concrete(logits, key, STRETCH)
         else:
             gates = hard_concrete(logits, joint_draws(self.gating, key, logits.dtype))
-        return self.gating.scale(expected["weights"], gates)
+        return self.gating.scale(expected.weights, gates)
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """z ~ Bern(π), exactly; what z leaves of w_s."""
-        expected = self.expect(local, packet)["joint"]
+        expected = self.expect(local, packet).joint
         draws = joint_draws(self.gating, key, expected["gates"].dtype)
         drawn = (draws < expected["gates"]).to(draws.dtype)
         gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(expected["logits"]))
