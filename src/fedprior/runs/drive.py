@@ -15,12 +15,12 @@ from fedprior.core.files import write_atomically
 from fedprior.core.storage import from_bytes, reading, to_bytes
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
-from fedprior.engines.server import final_model, learned, totals, with_values
+from fedprior.engines.server import Record, final_model, learned, totals, with_values
 from fedprior.engines.settings import Settings
 from fedprior.report.run_tables import table_of_summaries
 from fedprior.report.table import Table
 from fedprior.runs import checkpoint, early
-from fedprior.runs.folder import Record, RunFolder, checksum
+from fedprior.runs.folder import RunFolder, checksum
 from fedprior.version import __version__
 
 Progress = Callable[[Record], object]
@@ -58,8 +58,8 @@ class Result:
 
 
 @dataclass
-class Job:
-    """A run on its way: its state, where it is kept, and what has been recorded so far."""
+class Session:
+    """A run on its way in this process: its state, where it is kept, and what has been recorded so far."""
 
     simulation: Simulation
     settings: Settings
@@ -155,37 +155,37 @@ class Job:
         return Result(self.records, summary, module, self.simulation, path, self.scale, best)
 
 
-def drive(jobs: list[Job]) -> list[Result | DivergedError]:
-    """Run the rounds that are left of jobs that can train together, and finish each; one that diverges ends early."""
-    settings = jobs[0].settings
-    mode = mode_of(settings.mode, settings.messages, jobs[0].simulation)
-    driver = engine([job.simulation for job in jobs], mode)
-    for job in jobs:
-        job.reopen()
-    number, saved = jobs[0].simulation.round, time.monotonic()
-    while number < settings.rounds and (running := [job for job in jobs if not job.ended]):
+def drive(sessions: list[Session]) -> list[Result | DivergedError]:
+    """Run the rounds that are left of sessions that can train together, and finish each; one that diverges ends."""
+    settings = sessions[0].settings
+    mode = mode_of(settings.mode, settings.messages, sessions[0].simulation)
+    driver = engine([session.simulation for session in sessions], mode)
+    for session in sessions:
+        session.reopen()
+    number, saved = sessions[0].simulation.round, time.monotonic()
+    while number < settings.rounds and (running := [session for session in sessions if not session.ended]):
         number += 1
         outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            job.hear(outcome)
-        if number == settings.rounds or any(job.ended for job in running) or _due(settings, number, saved):
+        for session, outcome in zip(sessions, outcomes, strict=True):
+            session.hear(outcome)
+        if number == settings.rounds or any(session.ended for session in running) or _due(settings, number, saved):
             _save(driver, running)
             saved = time.monotonic()
-        wishes = [job.asks_to_stop() for job in running]
+        wishes = [session.asks_to_stop() for session in running]
         if any(wishes):
-            for job in running:
-                job.stopped = job.stopped or "by its callback"
+            for session in running:
+                session.stopped = session.stopped or "by its callback"
             _save(driver, running)
-        for job in running:
-            job.fail()
-    return [job.error or job.finish(mode) for job in jobs]
+        for session in running:
+            session.fail()
+    return [session.error or session.finish(mode) for session in sessions]
 
 
-def _save(driver: Engine, jobs: list[Job]) -> None:
+def _save(driver: Engine, sessions: list[Session]) -> None:
     """A checkpoint of each."""
     driver.sync()
-    for job in jobs:
-        job.save()
+    for session in sessions:
+        session.save()
 
 
 def _due(settings: Settings, number: int, saved: float) -> bool:

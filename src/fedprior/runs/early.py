@@ -9,8 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fedprior.core.errors import SettingError
-
-Record = dict[str, Any]
+from fedprior.engines.server import Record
 
 
 class Stop(Enum):

@@ -13,9 +13,8 @@ from fedprior.core.errors import RunError
 from fedprior.core.files import append_line, write_atomically
 from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
+from fedprior.engines.server import Record
 from fedprior.report import reading
-
-Record = dict[str, Any]
 
 
 class RunFolder:

@@ -23,7 +23,7 @@ from fedprior.engines import ranks
 from fedprior.engines.settings import build
 from fedprior.runs import checkpoint
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
-from fedprior.runs.drive import Job, Progress, Result, drive
+from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
 
 BEFORE = {"weighting": "equal"}
@@ -49,9 +49,9 @@ def run(
     if out is not None and ranks.first():
         RunFolder(Path(out)).check_unused()
     with alone_in([] if out is None else [Path(out)]):
-        job = start_job(parts, out, label)
-        job.progress = progress
-        return _one(drive([job]))
+        session = start_session(parts, out, label)
+        session.progress = progress
+        return _one(drive([session]))
 
 
 def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
@@ -59,7 +59,7 @@ def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
     return locks.alone_in(folders if ranks.first() else [])
 
 
-def start_job(parts: Parts, out: Path | str | None = None, label: str | None = None) -> Job:
+def start_session(parts: Parts, out: Path | str | None = None, label: str | None = None) -> Session:
     """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
     task, algorithm, settings = parts
     label = label or algorithm.name
@@ -72,18 +72,18 @@ def start_job(parts: Parts, out: Path | str | None = None, label: str | None = N
     if folder and ranks.first():
         folder.create(config_of(parts, label, partition))
         _keep_partition(folder, task.data, partition)
-    return Job(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
+    return Session(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
 
 
-def open_job(parts: Parts, out: Path, label: str | None = None) -> Job:
+def open_session(parts: Parts, out: Path, label: str | None = None) -> Session:
     """A run where its folder says it is: at the start, or at its last checkpoint."""
     folder = RunFolder(out)
     if not folder.config.exists():
-        return start_job(parts, out, label)
+        return start_session(parts, out, label)
     return _reopen(folder, parts)
 
 
-def _reopen(folder: RunFolder, parts: Parts) -> Job:
+def _reopen(folder: RunFolder, parts: Parts) -> Session:
     """A run at its last checkpoint."""
     (task, algorithm, settings), (about, _, _, _) = parts, read_config(folder)
     if "flower" in folder.read_config():
@@ -97,9 +97,9 @@ def _reopen(folder: RunFolder, parts: Parts) -> Job:
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
     kept = folder if ranks.first() else None
-    job = Job(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
-    job.look_back()
-    return job
+    session = Session(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+    session.look_back()
+    return session
 
 
 def check_data(folder: RunFolder, task: Task) -> str:
@@ -138,11 +138,11 @@ def resume(
                     f"{folder.path} has {counted(done, 'round')} already: --rounds must be at least that, got {rounds}"
                 )
             settings = replace(settings, rounds=rounds)
-        job = _reopen(folder, Parts(task, algorithm, settings))
+        session = _reopen(folder, Parts(task, algorithm, settings))
         if rounds is not None and ranks.first():
             folder.extend(rounds)
-        job.progress = progress
-        return _one(drive([job]))
+        session.progress = progress
+        return _one(drive([session]))
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:

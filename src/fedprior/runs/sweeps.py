@@ -14,7 +14,7 @@ from fedprior.core.options import plain
 from fedprior.engines.modes import mode_of
 from fedprior.runs import start
 from fedprior.runs.asked import Parts, assemble, config_of, sort_settings
-from fedprior.runs.drive import Job, Progress, Result, drive
+from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.specs import Spec, check_same, missing
 
 Outcome = Result | DivergedError
@@ -34,9 +34,9 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
         for places in _mates(specs, built):
             group = [specs[place] for place in places]
             with (watch or _quiet)(group, built[places[0]].settings.rounds) as progress:
-                jobs = [start.open_job(built[place], specs[place].out, specs[place].label) for place in places]
-                jobs[0].progress = progress
-                outcomes |= dict(zip(places, _drive(jobs), strict=True))
+                sessions = [start.open_session(built[place], specs[place].out, specs[place].label) for place in places]
+                sessions[0].progress = progress
+                outcomes |= dict(zip(places, _drive(sessions), strict=True))
     return [outcomes[place] for place in range(len(specs))]
 
 
@@ -79,20 +79,20 @@ def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _drive(jobs: list[Job]) -> list[Outcome]:
+def _drive(sessions: list[Session]) -> list[Outcome]:
     """Together where the mode allows it, those that are equally far; else one after the other.
 
     Each for itself as well where it may stop before the others.
     """
-    settings, first = jobs[0].settings, jobs[0].simulation
+    settings, first = sessions[0].settings, sessions[0].simulation
     in_turn = settings.patience is not None or mode_of(settings.mode, settings.messages, first) == "in-turn"
     groups: dict[int, list[int]] = {}
-    for place, job in enumerate(jobs):
-        groups.setdefault(place if in_turn else job.simulation.round, []).append(place)
+    for place, session in enumerate(sessions):
+        groups.setdefault(place if in_turn else session.simulation.round, []).append(place)
     outcomes: dict[int, Outcome] = {}
     for places in groups.values():
-        outcomes |= dict(zip(places, drive([jobs[place] for place in places]), strict=True))
-    return [outcomes[place] for place in range(len(jobs))]
+        outcomes |= dict(zip(places, drive([sessions[place] for place in places]), strict=True))
+    return [outcomes[place] for place in range(len(sessions))]
 
 
 def plan(
