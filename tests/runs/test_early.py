@@ -104,8 +104,10 @@ def test_the_best_model_is_kept_also_through_a_restart(small_task, tmp_path, mod
 def test_more_rounds_are_those_of_a_run_that_had_them_from_the_start(small_task, tmp_path):
     task = small_task(rounds=4, evaluate_every=2)
     fedprior.run(task, "fedavg", out=tmp_path / "run")
-    for wrong in (3, 0, -1):
-        with pytest.raises(RunError, match=f"has 4 rounds already: --rounds must be at least that, got {wrong}"):
+    with pytest.raises(RunError, match="has 4 rounds already: --rounds must be at least that, got 3"):
+        fedprior.resume(tmp_path / "run", task=task, rounds=3)
+    for wrong in (0, -1):
+        with pytest.raises(SettingError, match=f"rounds must be at least 1, got {wrong}"):
             fedprior.resume(tmp_path / "run", task=task, rounds=wrong)
     assert "rounds = 4" in (tmp_path / "run" / "config.toml").read_text()
     longer = fedprior.resume(tmp_path / "run", task=task, rounds=8)
