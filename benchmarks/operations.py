@@ -51,8 +51,8 @@ FREE = {
 }
 """Operations, besides views, that launch nothing."""
 PHASES = {
-    (together.Together, "_packets"): "packets",
-    (together.Together, "_m_step"): "M-step",
+    (together.Together, "_speak"): "packets",
+    (together.Together, "_conclude"): "M-step",
     (together.Together, "_scores"): "evaluation",
     (together.CohortBatches, "__init__"): "batches",
     (together.CohortBatches, "__getitem__"): "batches",
@@ -183,7 +183,7 @@ def measure(task: Task, algorithm: str, kernels: bool, lines: bool) -> Counting:
     driver.step(evaluate=False)
     counting = Counting(lines)
     patches = [counted(counting, owner, name, phase) for (owner, name), phase in PHASES.items()]
-    patches.append(counted(counting, together, "e_step", "steps"))
+    patches.append(counted(counting, together.protocol, "take_turn", "steps"))
     patches += kernels_once(counting) if kernels else []
     for each in patches:
         each.start()

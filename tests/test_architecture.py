@@ -12,7 +12,7 @@ from fedprior.cli import main
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "fedprior"
-AT_MOST = 11
+AT_MOST = 10
 """Files on the way. The goal is eight: lower this when the way gets shorter, never raise it."""
 TASK = """
 import sys

@@ -15,11 +15,12 @@ from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.trees import Tree, stack
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, m_step
+from fedprior.em.protocol import SMALL, finite
 from fedprior.engines.attack import ATTACKS
 from fedprior.engines.loop.round import _check_clients
 from fedprior.engines.server import update
 from fedprior.engines.settings import Settings, build
-from fedprior.engines.stacked.joined import SMALL, Kept, finite
+from fedprior.engines.stacked.joined import Kept
 from fedprior.priors import Gaussian
 
 OPTIMISERS = ["SGD(lr=0.1, momentum=0.9)", "Adam(lr=0.1)", "Adamax(lr=0.1)", "Yogi(lr=0.1)"]
@@ -118,7 +119,7 @@ def test_gradients_and_values_are_matched_by_name() -> None:
 
 def result(uploads: Tree, loss: Tensor) -> SimpleNamespace:
     """Of a cohort's result what is checked."""
-    return SimpleNamespace(uploads=uploads, loss=loss)
+    return SimpleNamespace(upload=uploads, loss=loss)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -16,6 +16,7 @@ from fedprior.core import keys, trees
 from fedprior.core.federated import Shards
 from fedprior.core.keys import Purpose, Turn
 from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.loop.round import Simulation
 from fedprior.engines.settings import Settings, build
 
 HEADER = 24
@@ -46,14 +47,14 @@ def messages(monkeypatch):
 def cohorts(monkeypatch):
     """Every cohort trained in turn, with its result: (clients, packets, result)."""
     seen = []
-    in_turn = fedprior.engines.loop.round.in_turn
+    take_turns = Simulation._take_turns
 
-    def spy(algorithm, network, data, cohort, *rest):
-        result = in_turn(algorithm, network, data, cohort, *rest)
-        seen.append((list(cohort.clients), cohort.packets, result))
-        return result
+    def spy(self, clients, packets, *rest):
+        step, scores = take_turns(self, clients, packets, *rest)
+        seen.append((list(clients), packets, step))
+        return step, scores
 
-    monkeypatch.setattr("fedprior.engines.loop.round.in_turn", spy)
+    monkeypatch.setattr(Simulation, "_take_turns", spy)
     return seen
 
 
@@ -404,7 +405,7 @@ def test_local_accuracy_keeps_for_each_client_the_model_it_last_sent(small_task,
     for i, (clients, _, outcome) in enumerate(cohorts):
         for position, client in enumerate(clients):
             local = copy.deepcopy(task.network.module).eval()
-            local.load_state_dict({key: value[position] for key, value in outcome.uploads["weights"].items()})
+            local.load_state_dict({key: value[position] for key, value in outcome.upload["weights"].items()})
             rows = task.data.test[client]
             latest[client] = float((local(task.data.test_x[rows]).argmax(-1) == task.data.test_y[rows]).double().mean())
         if "local_accuracy" in result.records[i]:

@@ -174,6 +174,50 @@ def test_when_all_diverge_the_moments_are_those_before_that_round(small_task, se
 # ---------------------------------------------------------------------- what cannot be stacked
 
 
+def test_runs_that_differ_in_what_is_taken_from_the_first_are_refused(small_task):
+    """One case for each thing that a round of all reads off the first run."""
+    task = small_task()
+    fedavg = fedprior.algorithm("fedavg", task.network)
+    first = simulate(task, fedavg)
+    Together([first, simulate(task, fedavg, seed=1)])
+    prox = (fedprior.algorithm("fedprox", task.network, precision=precision) for precision in (0.1, 0.2))
+    Together([simulate(task, algorithm) for algorithm in prox])
+    later = simulate(task, fedavg)
+    later.step(evaluate=False)
+    others = {
+        "clients_per_round": simulate(task, fedavg, clients_per_round=2),
+        "batch_size": simulate(task, fedavg, batch_size=5),
+        "local_steps": simulate(task, fedavg, local_steps=2),
+        "weighting": simulate(task, fedavg, weighting="equal"),
+        "lr_schedule": simulate(task, fedavg, lr_schedule="cosine"),
+        "attack": simulate(task, fedavg, attack="scale", attackers=0.3),
+        "arithmetic": simulate(task, fedavg, arithmetic="float32"),
+        "wire": simulate(task, fedavg, wire="int8"),
+        "data": simulate(task, fedavg, data="host"),
+        "algorithm": simulate(task, fedprior.algorithm("fedprox", task.network)),
+        "local_optimiser": simulate(task, fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.3)")),
+        "examples": simulate(small_task(), fedavg),
+        "network": simulate(small_task(dropout=0.5), fedavg),
+        "rounds that they have had": later,
+    }
+    for what, other in others.items():
+        with pytest.raises(fedprior.SettingError, match=f"differ in .*{what}.* cannot be stacked") as error:
+            Together([first, other])
+        assert "\n" not in str(error.value)
+
+
+def test_layers_that_are_not_trained_must_be_the_same_in_all_stacked_runs(small_task):
+    """Weights are stacked; what is frozen would be the first run's."""
+    runs = []
+    for value in (1.0, 2.0):
+        task = small_task()
+        task.network.module.register_buffer("scale", torch.tensor(value))
+        runs.append(simulate(task, fedprior.algorithm("fedavg", task.network)))
+    runs[1].data = runs[0].data
+    with pytest.raises(fedprior.SettingError, match="differ in scale cannot"):
+        Together(runs)
+
+
 def test_a_server_optimiser_that_is_not_elementwise_is_not_shared_by_stacked_runs(small_task):
     task = small_task()
     algorithm = fedprior.algorithm("fedavg", task.network, server_optimiser="Adafactor(lr=0.01)")

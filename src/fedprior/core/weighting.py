@@ -63,7 +63,7 @@ def check_takes_weight(prior: object) -> None:
 class Share(NamedTuple):
     """How much a cohort counts in the M-step."""
 
-    fraction: float
+    fraction: float | Tensor
     """Its share of all clients, or of their examples."""
     weight: Tensor | None = None
     """The number of examples of each of its clients; None if all count equally."""

@@ -49,8 +49,10 @@ class Algorithm:
 
     def recorded(self) -> dict[str, Any]:
         """What a run's config says of it: its settings or, of one that was built by hand, what it is made of."""
-        if self.settings:
-            return dict(self.settings)
+        return dict(self.settings) or self.made()
+
+    def made(self) -> dict[str, Any]:
+        """What it is made of, by name."""
         parts = {"prior": self.prior, "correction": self.correction}
         made: dict[str, Any] = {"average": self.average} if self.average else {}
         for role, part in parts.items():

@@ -40,6 +40,11 @@ class EStep(NamedTuple):
     own: Params
     """The client's own statistics of the model that it has sent; none where norms use those of the batch."""
 
+    @property
+    def sent(self) -> Tree:
+        """The upload as it travels, rounded or not."""
+        return self.coded or self.upload
+
 
 def local_objective(
     prior: Prior, network: Network, *, running: bool = False

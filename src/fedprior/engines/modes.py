@@ -4,8 +4,8 @@ from typing import Protocol
 
 from fedprior.core.dropout import recurrent
 from fedprior.core.errors import DivergedError, SettingError
-from fedprior.engines import arithmetic, ranks
-from fedprior.engines.loop.round import Simulation
+from fedprior.engines import ranks
+from fedprior.engines.loop.round import InTurn, Simulation
 from fedprior.engines.server import Record
 from fedprior.engines.stacked.together import Together
 
@@ -18,24 +18,6 @@ class Engine(Protocol):
 
     def sync(self) -> None:
         """Bring the simulations up to date, so that they can be saved."""
-
-
-class InTurn:
-    """One simulation, its clients in turn."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-
-    def step(self, evaluate: bool) -> list[Record | DivergedError]:
-        """One plain round."""
-        with arithmetic.using(self.simulation.settings.arithmetic, self.simulation.root.device):
-            try:
-                return [self.simulation.step(evaluate)]
-            except DivergedError as error:
-                return [error]
-
-    def sync(self) -> None:
-        """Nothing: the simulation is where its state is."""
 
 
 def engine(simulations: list[Simulation], mode: str) -> Engine:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedprior.core import trees
@@ -18,7 +17,7 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.core.workers import Workers
-from fedprior.em import Algorithm, m_step
+from fedprior.em import Algorithm, protocol
 
 Record = dict[str, Any]
 
@@ -34,8 +33,8 @@ def update(
 ) -> Tree:
     """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
     moments = optimiser.state() if optimiser else {}
-    updated = m_step(algorithm, server, uploads, optimiser, share.fraction, share.weight, rate=rate)
-    if bool(torch.stack([leaf.sum().isfinite() for _, leaf in trees.leaves(updated)]).all()):
+    updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
+    if bool(fine):
         return updated
     if optimiser:
         optimiser.load_state(moments)

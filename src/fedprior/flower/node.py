@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedprior import wire
-from fedprior.core import keys, trees
+from fedprior.core import keys
 from fedprior.core.errors import DivergedError, WireError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, disagreement, measures, sums
 from fedprior.core.network import Network
-from fedprior.em import e_step
+from fedprior.core.trees import Params, Tree
+from fedprior.em import EStep, protocol
 from fedprior.engines.batches import ClientBatches
 from fedprior.engines.server import floored
 from fedprior.engines.settings import device_of
@@ -32,11 +33,14 @@ class Order(NamedTuple):
     """The round in which the server last used an upload of this client; 0: never."""
 
 
+Metrics = dict[str, int | float | list[int]]
+
+
 class Answer(NamedTuple):
     """What a client sends back."""
 
     upload: bytes
-    metrics: dict[str, int | float | list[int]]
+    metrics: Metrics
 
 
 @dataclass
@@ -66,36 +70,41 @@ class Node:
         layouts = job.algorithm.downlink(blank), job.algorithm.uplink(blank)
         return cls(job, client, network, own, folder, *layouts, measures(network, own))
 
-    def introduce(self) -> dict[str, int | float | list[int]]:
+    def introduce(self) -> Metrics:
         """Who this is, and fingerprints of what it understands and speaks."""
         down, up = (int.from_bytes(layout.fingerprint, "big", signed=True) for layout in (self.down, self.up))
         return {"client": self.client, "examples": self.data.train.size(0), "down": down, "up": up}
 
     def respond(self, order: Order) -> Answer:
-        """The E-step: exactly what the simulator does for this client in this round."""
+        """Exactly what the simulator does for this client in this round."""
         algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
-        received = wire.restore(wire.decode(order.packet, self.down, order.number, device), self.down)
-        packet = trees.tree_map(trees.channels_last, received)
+        turn = Turn(keys.key(self.job.settings.seed, device), order.number, self.client)
+        packet = protocol.hear(wire.decode(order.packet, self.down, order.number, device), self.down)
         blank = algorithm.remember(self.network.params(), self.network.statistics())
         memory = Memory(self.folder, order.run, self.client, blank)
-        remembered = trees.tree_map(trees.channels_last, memory.recall(order.accepted))
-        turn = Turn(keys.key(self.job.settings.seed, device), order.number, self.client)
+        remembered = memory.recall(order.accepted)
         batches = ClientBatches(self.data, 0, self.job.schedule, turn.key(Purpose.BATCHES))
         rate = self.job.settings.rates.at(order.number).local
-        step = e_step(algorithm, self.network, packet, batches, turn, remembered, rate=rate)
+        step, model = protocol.take_turn(algorithm, self.network, packet, batches, turn, remembered, rate=rate)
         if not bool(step.loss.isfinite()):
             raise DivergedError(f"client {self.client} diverged in round {order.number}; lower the learning rates")
         try:
-            upload = wire.encode(step.coded or step.upload, algorithm.uplink(packet), order.number)
+            upload = wire.encode(step.sent, algorithm.uplink(packet), order.number)
         except WireError as error:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
+        metrics = self._metrics(order.number, step, model, packet)
+        # Last: what is remembered must be what was sent.
+        memory.keep(order.number, step.memory)
+        return Answer(upload, {**metrics, "forgot": int(memory.lost)})
+
+    def _metrics(self, number: int, step: EStep, model: Params, packet: Tree) -> Metrics:
+        """What the server is told beside the upload."""
         rows = self.data.test[0]
-        params = {**algorithm.prior.realise(step.upload, packet), **step.own}
-        found = sums(self.network, self.measures, params, self.data.test_x[rows], self.data.test_y[rows]) / len(rows)
+        found = sums(self.network, self.measures, model, self.data.test_x[rows], self.data.test_y[rows]) / len(rows)
         kept = floored(step.upload)
-        metrics: dict[str, int | float | list[int]] = {
+        return {
             "client": self.client,
-            "round": order.number,
+            "round": number,
             "examples": self.data.train.size(0),
             "loss": float(step.loss),
             "tested": len(rows),
@@ -106,8 +115,5 @@ class Node:
                 if isfinite(one)
             },
             "floored": [i for i, layer in enumerate(self.up.gates) if layer in kept],
-            **disagreement(step.gates, algorithm.prior.gates(packet)),
+            **disagreement(step.gates, self.job.algorithm.prior.gates(packet)),
         }
-        # Last: what is remembered must be what was sent.
-        memory.keep(order.number, step.memory)
-        return Answer(upload, {**metrics, "forgot": int(memory.lost)})

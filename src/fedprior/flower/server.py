@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from fedprior import wire
 from fedprior.core import keys, trees
-from fedprior.core.keys import Purpose, Turn
+from fedprior.core.keys import Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
+from fedprior.em import protocol
 from fedprior.engines.server import Record, evaluate, final_model, floored, totals, update
 from fedprior.engines.settings import device_of
 from fedprior.flower.job import Job
@@ -56,10 +57,10 @@ class Round:
     bytes_down: int = 0
     floored: set[str] = field(default_factory=set)
     faults: list[Record] = field(default_factory=list)
-    spoken: dict[int, bytes] = field(default_factory=dict)
-    """Packets by client; by −1 the one that all clients get."""
+    packets: dict[int, bytes] = field(default_factory=dict)
+    """By client; by −1 the one that all clients get."""
     said: dict[int, Tree] = field(default_factory=dict)
-    """The same before they were rounded."""
+    """The same before they were rounded, where uploads are rounded as well."""
 
 
 @dataclass
@@ -106,28 +107,21 @@ class Server:
         return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
 
     def packet(self, turn: Round, client: int) -> bytes:
-        """What a client is sent in this round."""
+        """What a client is sent in this round; one packet for all where all hear the same."""
         listener = self._listener(client)
-        if listener not in turn.spoken:
-            coded = self.job.algorithm.pack(self._say(turn, client), turn.down)
-            turn.spoken[listener] = wire.encode(coded, turn.down, turn.number)
-            if turn.up.precision is None:  # nobody will ask again
-                del turn.said[listener]
-        return turn.spoken[listener]
+        if listener not in turn.packets:
+            key = protocol.broadcast_keys(self.job.algorithm.prior, turn.draws.of(client))
+            spoken = protocol.speak(self.job.algorithm, turn.server, key, turn.down)
+            turn.packets[listener] = wire.encode(spoken.coded, turn.down, turn.number)
+            turn.floored |= floored(spoken.said)
+            if turn.up.precision:  # what a rounded upload refers to
+                turn.said[listener] = spoken.said
+        return turn.packets[listener]
 
     def read(self, turn: Round, client: int, data: bytes) -> Tree:
         """An upload, or a WireError; its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
-        return wire.restore(coded, turn.up, self._say(turn, client)) if turn.up.precision else coded
-
-    def _say(self, turn: Round, client: int) -> Tree:
-        """The packet for a client before it is rounded, which is what a rounded upload refers to."""
-        listener = self._listener(client)
-        if listener not in turn.said:
-            key = turn.draws.of(client).key(Purpose.BROADCAST)
-            turn.said[listener] = self.job.algorithm.broadcast(turn.server, key)
-            turn.floored |= floored(turn.said[listener])
-        return turn.said[listener]
+        return protocol.hear(coded, turn.up, turn.said[self._listener(client)] if turn.up.precision else None)
 
     def _listener(self, client: int) -> int:
         return client if self.job.algorithm.prior.per_client else -1

@@ -15,9 +15,8 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedprior.core import keys
 from fedprior.core.errors import RunError, WireError
-from fedprior.core.keys import Purpose
+from fedprior.em import protocol
 from fedprior.engines.server import Record
 from fedprior.flower import messages
 from fedprior.flower.job import Limits
@@ -184,12 +183,10 @@ class HardEM(Strategy):
 
     def _choose(self) -> list[int]:
         """The clients to ask: at first the simulator's cohort, if everybody is there; then others in their place."""
-        key = self.turn.draws.key(Purpose.COHORT)
         there = sorted(set(self.clients.values()) - self.good.keys())
         pool = [client for client in there if client not in self.tried] or there
         count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))
-        chosen = keys.choose(key if self.attempt == 0 else keys.fold(key, self.attempt), len(pool), count)
-        return [pool[i] for i in chosen]
+        return [pool[i] for i in protocol.cohort(self.turn.draws, len(pool), count, self.attempt)]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -11,10 +11,10 @@ from torch import Tensor
 from fedprior import wire
 from fedprior.core import keys
 from fedprior.core.errors import SettingError, counted
-from fedprior.core.keys import Purpose, Turn
+from fedprior.core.keys import Turn
 from fedprior.core.network import Network
 from fedprior.core.trees import Gates
-from fedprior.em import Algorithm
+from fedprior.em import Algorithm, protocol
 from fedprior.engines.settings import Settings, applied
 from fedprior.priors import Narrow
 
@@ -99,8 +99,8 @@ def _bytes_of(
     root, drawn = keys.key(settings.seed), list[Tensor]()
     for number in rounds[: math.ceil(SAMPLE / settings.clients_per_round)]:
         turn = Turn(root, number)
-        cohort = keys.choose(turn.key(Purpose.COHORT), clients, settings.clients_per_round)
-        drawn += turn.of(torch.tensor(cohort)).key(Purpose.BROADCAST)
+        cohort = protocol.cohort(turn, clients, settings.clients_per_round)
+        drawn += protocol.broadcast_keys(prior, turn.of(torch.tensor(cohort)))
     each = torch.stack([message(prior.draw(gates, key)[0]) for key in drawn]).double()
     if len(each) == count:
         return int(each.sum())

@@ -10,7 +10,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedprior import wire
 from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.tasks import Task
 from fedprior.core.ensemble import Ensemble
@@ -18,7 +17,7 @@ from fedprior.core.errors import DataError, ModelError, RunError, SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, each
 from fedprior.core.network import IGNORED, Network
-from fedprior.em import Algorithm, e_step
+from fedprior.em import Algorithm, protocol
 from fedprior.engines.batches import ClientBatches
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server import final_model, learned, with_values
@@ -109,17 +108,11 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     """The hard assignment that a client would commit to if it were called in the next round."""
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
-    algorithm, prior = sim.algorithm, sim.algorithm.prior
-    turn = Turn(sim.root, sim.round + 1, client)
-    server = prior.prune(sim.server)
-    spoken = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
-    layout = algorithm.downlink(server)
-    packet = wire.restore(algorithm.pack(spoken, layout), layout)
-    memory = sim.memory.get(client, algorithm.remember(sim.network.params(), sim.network.statistics()))
+    turn, (memory,) = Turn(sim.root, sim.round + 1, client), sim.recall([client])
     batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
     rate = sim.settings.rates.at(sim.round + 1).local
-    step = e_step(algorithm, sim.network, packet, batches, turn, memory, rounded=False, rate=rate)
-    return with_values(copy.deepcopy(sim.network.module), {**prior.realise(step.upload, packet), **step.own})
+    model = protocol.rehearse(sim.algorithm, sim.network, sim.server, batches, turn, memory, rate)
+    return with_values(copy.deepcopy(sim.network.module), model)
 
 
 def export(

@@ -4,10 +4,6 @@ import torch
 from torch import Tensor
 
 from fedprior.core import trees
-from fedprior.core.trees import Tree
-
-SMALL = 2**16
-"""Numbers of a client or run below which joining tensors costs less than looking at each."""
 
 
 class Kept:
@@ -36,11 +32,3 @@ class Kept:
             pieces = chosen.split([target.numel() // self.rows for target in targets], 1)
             shaped = [piece.reshape(-1).view(target.shape) for piece, target in zip(pieces, targets, strict=True)]
             trees.copy_all(targets, shaped)
-
-
-def finite(tree: Tree, dims: int) -> Tensor:
-    """Whether everything behind the first `dims` dimensions is finite."""
-    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
-    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
-    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
-    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)

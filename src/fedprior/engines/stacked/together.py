@@ -1,4 +1,4 @@
-"""Several runs as one: the fast twin of `Simulation.step`, which is its specification.
+"""Several runs as one: the protocol by `vmap`. `Simulation.step`, which loops over clients, is its specification.
 
 Every tensor of every run is stacked along a leading dimension, the cohorts of all runs train as one, and on a GPU the
 whole round is one captured CUDA graph, replayed with other clients and other keys. Inside a round nothing waits for the
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.errors import DivergedError
 from fedprior.core.keys import Purpose, Turn
@@ -20,14 +21,16 @@ from fedprior.core.metrics import each
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.schedules import Rate
 from fedprior.core.trees import Params, Tree
-from fedprior.em import Algorithm, EStep, e_step, m_step
+from fedprior.core.weighting import Share
+from fedprior.em import Algorithm, EStep, protocol
 from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
 from fedprior.engines.batches import CohortBatches, Places, Plan
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server import Record, client_diverged, server_diverged
-from fedprior.engines.stacked import carry, streaming
-from fedprior.engines.stacked.joined import Kept, finite
+from fedprior.engines.stacked import streaming
+from fedprior.engines.stacked.alike import check_alike
+from fedprior.engines.stacked.joined import Kept
 from fedprior.engines.stacked.tensors import (
     Captured,
     Index,
@@ -47,6 +50,7 @@ class Together:
     """Simulations of one task and algorithm whose seeds, and scalar settings of the prior, may differ."""
 
     def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
+        check_alike(simulations)
         first = simulations[0]
         self.runs, self.device, self.capture = simulations, first.root.device, capture
         self.cohort, self.streamed = first.settings.clients_per_round, first.streamed
@@ -55,6 +59,8 @@ class Together:
         like = next(trees.leaves(self.server))[1]
         self.settings = own_settings([sim.algorithm.prior for sim in simulations], like)
         self.lift = lifting(self.algorithm, True, self.settings)
+        self.of_clients = {name: value.repeat_interleave(self.cohort) for name, value in self.settings.items()}
+        """The same settings, one row for each client of a round."""
         self.optimiser = _stacked_optimiser(first.algorithm, simulations, self.server)
         self.roots = [keys.key(sim.settings.seed) for sim in simulations]
         self.root = to_device(torch.stack(self.roots), self.device)
@@ -96,7 +102,7 @@ class Together:
         self.counted = any(bool(fine[place]) for place in range(len(fine)) if place not in self.diverged)
         for place, run in enumerate(self.runs):
             if place not in self.diverged:
-                self._conclude(place, run, clients[place], numbers, outputs.memory)
+                self._close(place, run, clients[place], numbers, outputs.memory)
         seconds = (time.perf_counter() - start) / len(self.runs)
         records: list[Record | DivergedError] = []
         for place, run in enumerate(self.runs):
@@ -119,7 +125,7 @@ class Together:
     def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
         """Choose the cohorts, on the host."""
         clients = [
-            keys.choose(Turn(root, number).key(Purpose.COHORT), run.data.clients, self.cohort)
+            protocol.cohort(Turn(root, number), run.data.clients, self.cohort)
             for root, run in zip(self.roots, self.runs, strict=True)
         ]
         pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
@@ -153,79 +159,90 @@ class Together:
         return self.graphs[shape](inputs)
 
     def _round(self, shape: Shape, inputs: Inputs) -> Outputs:
-        """Broadcast, E-steps, M-step: tensors in, tensors out, the state changed in place."""
-        algorithm, number = self.algorithm, len(self.runs)
-        first = self.runs[0]
+        """One round of hard EM: tensors in, tensors out, the state changed in place."""
+        number, rate = len(self.runs), Rate(**inputs.rates) if inputs.rates else self.rate
+
         server = self.lift(lambda own: own.prior.prune)(self.server)
-        spoken, packets, down, floored = self._packets(server, inputs)
-        flat = (inputs.clients + self.base).flatten()
-        everyone = number * self.cohort
-        settings = {name: value.repeat_interleave(self.cohort) for name, value in self.settings.items()}
-        each_client = lifting(algorithm, True, settings)
-        rows = (flat, tuple(self._turns(inputs)), packets, inputs.memory, settings)
-        flat, turn, own, memory, settings = ranks.own(rows, everyone)
-        turn = Turn(*turn)
-        examples = self._examples("train", inputs, flat)
-        batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
-        tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
-        rate = Rate(**inputs.rates) if inputs.rates else self.rate
-        train = partial(e_step, vectorised=True, settings=settings, tamper=tamper, rate=rate.local)
-        step = train(algorithm, first.network, own, batches, turn, memory)
-        sent = lifting(algorithm, True, settings)(lambda own: own.prior.realise)(step.upload, own)
-        scores = self._scores({**sent, **step.own}, *self._examples("test", inputs, flat), shape.tests)
-        step, scores = EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
-        uploads: Tree = trees.tree_map(lambda leaf: leaf.unflatten(0, (number, self.cohort)), step.upload)
-        uploads, up = carry.uploads(algorithm, uploads, step.coded, spoken)
+        said, packets, down = self._speak(server, self._turns(inputs))
+        step, scores = self._take_turns(shape, inputs, packets, rate.local)
+        uploads, up = self._hear(step, said)
         loss = step.loss.unflatten(0, (number, self.cohort))
-        fine_clients = finite(uploads, 2) & loss.isfinite()
-        fine_server = self._m_step(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
-        self.layers = list(self.layers or server.get("floored") or uploads.get("floored") or [])
-        floored = floored | floor_flags(server, 1) | floor_flags(uploads, 2)
+        fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
+        fine_server = self._conclude(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
+
+        self.layers = list(said.get("floored") or server.get("floored") or uploads.get("floored") or [])
+        gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
         numbers = Numbers(
             loss=loss.mean(1),
             up=up,
             down=down,
             fine_clients=fine_clients,
             fine_server=fine_server,
-            disagreement=disagreement_of(step.gates, each_client(lambda own: own.prior.gates)(packets), number),
-            floored=floored,
+            disagreement=disagreement_of(step.gates, gates, number),
+            floored=floor_flags(said, 2) | floor_flags(server, 1) | floor_flags(uploads, 2),
             scores=scores.reshape(number, -1),
         )
         return Outputs(numbers, step.memory)
 
     def _turns(self, inputs: Inputs) -> Turn:
-        """[runs · cohort]: whose draws each client's are."""
-        everyone = self.root.repeat_interleave(self.cohort), inputs.round.repeat_interleave(self.cohort)
-        return Turn(*everyone, inputs.clients.flatten())
+        """[runs, cohort]: whose draws each client's are."""
+        root, number = (part[:, None].expand(-1, self.cohort) for part in (self.root, inputs.round))
+        return Turn(root, number, inputs.clients)
 
-    def _packets(self, server: Tree, inputs: Inputs) -> tuple[Tree, Tree, Tensor, Tensor]:
-        """What the runs say [runs, cohort, …], what each client receives [runs · cohort, …], the bytes a run sends, and
-        which layers were floored."""
-        key = self._turns(inputs).key(Purpose.BROADCAST).unflatten(0, (-1, self.cohort))
+    def _speak(self, server: Tree, turn: Turn) -> tuple[Tree, Tree, Tensor]:
+        """What the runs say [runs, cohort, …], the packets as clients hear them [runs · cohort, …], and the bytes that
+        a run sends."""
+
+        def to_one(own: Algorithm, server: Tree, key: Tensor) -> tuple[Tree, Tree, Tensor]:
+            said, coded = protocol.speak(own, server, key, self.downlink)
+            return said, protocol.hear(coded, self.downlink), wire.count_bytes(coded, self.downlink)
+
+        key = protocol.broadcast_keys(self.algorithm.prior, turn)
         if self.algorithm.prior.per_client:
-            spoken = self.lift(lambda own: vmap(own.broadcast, (None, 0)))(server, key)
-            heard, sizes = self.lift(lambda own: vmap(partial(carry.packet, own, self.downlink)))(spoken)
-            down, flags = sizes.sum(1), floor_flags(spoken, 2)
+            said, heard, sizes = self.lift(lambda own: vmap(partial(to_one, own), (None, 0)))(server, key)
         else:
-            once = self.lift(lambda own: own.broadcast)(server, key[:, 0])
-            received, sizes = self.lift(lambda own: partial(carry.packet, own, self.downlink))(once)
-            down, flags = sizes * self.cohort, floor_flags(once, 1)
             # One packet for all: with a single run every client reads the same memory.
-            spoken, heard = trees.tree_map(
-                lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]), (once, received)
+            said, heard, sizes = trees.tree_map(
+                lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]),
+                self.lift(lambda own: partial(to_one, own))(server, key[:, 0]),
             )
-        self.layers = list(spoken.get("floored", {}))
-        return spoken, trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard), down, flags
+        return said, trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard), sizes.sum(1)
 
-    def _m_step(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
+    def _take_turns(self, shape: Shape, inputs: Inputs, packets: Tree, rate: float | Tensor) -> tuple[EStep, Tensor]:
+        """All clients at once, or this rank's share of them: what their E-steps leave behind [runs · cohort, …], and
+        the scores of their hard assignments."""
+        first, everyone = self.runs[0], len(self.runs) * self.cohort
+        flat = (inputs.clients + self.base).flatten()
+        draws = trees.tree_map(Tensor.flatten, tuple(self._turns(inputs)))
+        rows = (flat, draws, packets, inputs.memory, self.of_clients)
+        flat, draws, packets, memory, settings = ranks.own(rows, everyone)
+        turn = Turn(*draws)
+        examples = self._examples("train", inputs, flat)
+        batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
+        tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
+        take_turn = partial(protocol.take_turn, rate=rate, tamper=tamper, vectorised=True, settings=settings)
+        step, models = take_turn(self.algorithm, first.network, packets, batches, turn, memory)
+        scores = self._scores(models, *self._examples("test", inputs, flat), shape.tests)
+        return EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
+
+    def _hear(self, step: EStep, said: Tree) -> tuple[Tree, Tensor]:
+        """[runs, cohort, …]: the uploads as the servers hear them, and the bytes that a run is sent."""
+
+        def from_one(coded: Tree, said: Tree) -> tuple[Tree, Tensor]:
+            layout = self.algorithm.uplink(said)
+            return protocol.hear(coded, layout, said), wire.count_bytes(coded, layout)
+
+        sent, uploads = trees.tree_map(lambda leaf: leaf.unflatten(0, (-1, self.cohort)), (step.sent, step.upload))
+        heard, sizes = vmap(vmap(from_one))(sent, said)
+        return {**uploads, **heard}, sizes.sum(1)
+
+    def _conclude(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
         """Update the state of every run that is fine in place; say which runs are."""
         moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
-        counted = self._share(clients)
-        step = partial(m_step, rate=rate, vectorised=True, settings=self.settings)
-        updated = step(self.algorithm, server, uploads, self.optimiser, *counted)
-        fine_server = finite({k: v for k, v in updated.items() if k != "floored"}, 1)
+        conclude = partial(protocol.conclude, rate=rate, vectorised=True, settings=self.settings)
+        updated, fine_server = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients))
         fine = fine & fine_server & self.alive
         before[0].put(fine, moments)
         before[1].put(fine.any()[None], counts)
@@ -238,12 +255,12 @@ class Together:
                 self.server.setdefault(section, {})[name] = value.clone()
         return fine_server
 
-    def _share(self, clients: Tensor) -> tuple[float | Tensor, Tensor | None]:
+    def _share(self, clients: Tensor) -> Share:
         """What each run's cohort counts for: `Simulation.share`, in tensors."""
         if not self.weighs:
-            return self.cohort / self.runs[0].data.clients, None
+            return Share(self.cohort / self.runs[0].data.clients)
         weight = self.train.size[clients + self.base].double()
-        return weight.sum(1) / self.examples, weight
+        return Share(weight.sum(1) / self.examples, weight)
 
     def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
         """Where the examples of these clients are: in the resident data, or in what came with the inputs."""
@@ -253,7 +270,7 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _scores(self, params: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _scores(self, models: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
         """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:
@@ -262,7 +279,7 @@ class Together:
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
             found = vmap(lambda params, x, y, real: each(network, what, network.predict(params, x, real), y))(
-                params, x[rows], y[rows], real
+                models, x[rows], y[rows], real
             )
         return torch.where(real[:, None], found, 0.0).sum(2)
 
@@ -272,7 +289,7 @@ class Together:
         for place, run in enumerate(self.runs):
             run.server = trees.row(self.server, place)
 
-    def _conclude(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
+    def _close(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
         """The part of a round that happens to a run's own state."""
         number = run.round + 1
         self._show() if number == 1 else None

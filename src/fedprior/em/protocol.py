@@ -1,0 +1,141 @@
+"""The protocol: the four moments of a round, each a pure function.
+
+    the server speaks          `speak`      to each client or, where all hear the same, once
+    a client hears             `hear`       what the wire leaves of it; the server hears uploads by the same function
+    a client takes its turn    `take_turn`  E-step and hard assignment
+    the server concludes       `conclude`   M-step
+
+An engine decides only how they are mapped over clients: one after the other (`engines/loop`), by `vmap` over runs and
+clients at once (`engines/stacked`), or on as many machines (`flower`). It also carries the messages in between.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedprior import wire
+from fedprior.core import keys, trees
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.network import Network
+from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.trees import Params, Tree
+from fedprior.core.weighting import Share
+from fedprior.em.algorithm import Algorithm
+from fedprior.em.batches import Batches
+from fedprior.em.client import EStep, Tamper, e_step
+from fedprior.em.lifting import lifting
+from fedprior.em.server import m_step
+from fedprior.priors import Prior
+from fedprior.wire import Layout
+
+
+class Spoken(NamedTuple):
+    """A packet at the server."""
+
+    said: Tree
+    """What it says, which is what a rounded upload refers to."""
+    coded: Tree
+    """The same as it travels."""
+
+
+# ---------------------------------------------------------------------- who takes part, and with which draws
+def cohort(turn: Turn, population: int, count: int, attempt: int = 0) -> list[int]:
+    """The clients of a round; others at each further attempt to find enough."""
+    key = turn.key(Purpose.COHORT)
+    return keys.choose(keys.fold(key, attempt) if attempt else key, population, count)
+
+
+def broadcast_keys(prior: Prior, turn: Turn) -> Tensor:
+    """What the server draws its packets with: a key for each client of `turn` or, where all hear the same, only the
+    first one's."""
+    key = turn.key(Purpose.BROADCAST)
+    return key if prior.per_client or not key.dim() else key[..., :1]
+
+
+# ---------------------------------------------------------------------- the four moments
+def speak(algorithm: Algorithm, server: Tree, key: Tensor, layout: Layout) -> Spoken:
+    """The server, pruned, speaks."""
+    said = algorithm.broadcast(server, key)
+    return Spoken(said, algorithm.pack(said, layout))
+
+
+def hear(coded: Tree, layout: Layout, said: Tree | None = None) -> Tree:
+    """What comes out of a message: a client's packet or, with what the server had `said` to it, a client's upload."""
+    return wire.restore(coded, layout, said)
+
+
+def take_turn(
+    algorithm: Algorithm,
+    network: Network,
+    packet: Tree,
+    batches: Batches,
+    turn: Turn,
+    memory: Tree,
+    *,
+    rate: float | Tensor = 1.0,
+    tamper: Tamper | None = None,
+    rounded: bool = True,
+    vectorised: bool = False,
+    settings: Params | None = None,
+) -> tuple[EStep, Params]:
+    """A client, or vectorised a cohort, trains and commits; also the model that it has committed to.
+
+    With `rounded` False the model is as it was before the wire. Vectorised, everything has a leading dimension of
+    clients, as have `settings`, in which the priors of their runs differ.
+    """
+    if not vectorised:
+        packet, memory = trees.tree_map(trees.channels_last, (packet, memory))
+    how: dict[str, Any] = {"vectorised": vectorised, "settings": settings}
+    step = e_step(algorithm, network, packet, batches, turn, memory, tamper=tamper, rounded=rounded, rate=rate, **how)
+    realise = lifting(algorithm, **how)(lambda own: own.prior.realise)
+    return step, {**realise(step.upload, packet), **step.own}
+
+
+def conclude(
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    rate: float | Tensor = 1.0,
+    *,
+    vectorised: bool = False,
+    settings: Params | None = None,
+) -> tuple[Tree, Tensor]:
+    """The server, or vectorised those of several runs, takes its M-step; also whether the new state is finite.
+
+    The optimiser has moved in any case: who does not take the new state must put it back.
+    """
+    updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
+    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
+
+
+def rehearse(
+    algorithm: Algorithm,
+    network: Network,
+    server: Tree,
+    batches: Batches,
+    turn: Turn,
+    memory: Tree,
+    rate: float | Tensor = 1.0,
+) -> Params:
+    """The first three moments for one client: the model that it would commit to, before the wire rounds it."""
+    server = algorithm.prior.prune(server)
+    layout = algorithm.downlink(server)
+    spoken = speak(algorithm, server, broadcast_keys(algorithm.prior, turn), layout)
+    packet = hear(spoken.coded, layout)
+    return take_turn(algorithm, network, packet, batches, turn, memory, rate=rate, rounded=False)[1]
+
+
+# ---------------------------------------------------------------------- overflow
+SMALL = 2**16
+"""Numbers of a client or run below which joining tensors costs less than looking at each."""
+
+
+def finite(tree: Tree, dims: int) -> Tensor:
+    """Whether everything behind the first `dims` dimensions, which count runs or clients, is finite."""
+    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
+    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
+    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
+    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)

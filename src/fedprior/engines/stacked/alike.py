@@ -1,0 +1,44 @@
+"""What runs must have in common to be stacked: all of them are trained with the first one's settings."""
+
+from typing import Any
+
+import torch
+
+from fedprior.core.errors import SettingError
+from fedprior.engines.loop.round import Simulation
+
+
+def check_alike(runs: list[Simulation]) -> None:
+    """Refuse runs that differ in more than seeds, weights, which rows clients own, and scalar settings of the prior."""
+    first, constants = _shared(runs[0]), _constants(runs[0])
+    for run in runs[1:]:
+        mine, own = _shared(run), _constants(run)
+        differing = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
+        differing += [name for name, value in constants.items() if not torch.equal(value, own[name])]
+        if differing:
+            raise SettingError(
+                f"runs that differ in {differing[0]} cannot be stacked: train them one by one, or set mode=in-turn"
+            )
+
+
+def _shared(run: Simulation) -> dict[str, Any]:
+    """What must be the same, by name."""
+    algorithm, data, network = run.algorithm, run.data, run.network
+    free = {f"prior_{name}" for name in algorithm.prior.scalars}
+    return {
+        **{name: value for name, value in vars(run.settings).items() if name != "seed"},
+        "algorithm": algorithm.name,
+        **{name: value for name, value in algorithm.made().items() if name not in free},
+        "network": (repr(network.module), {name: value.shape for name, value in network.params().items()}),
+        "loss": getattr(network.loss, "__qualname__", repr(network.loss)),
+        "metrics": run.measures.names,
+        "examples": [part.data_ptr() for part in (data.x, data.y, data.test_x, data.test_y)],
+        "clients": data.clients,
+        "rounds that they have had": run.round,
+    }
+
+
+def _constants(run: Simulation) -> dict[str, torch.Tensor]:
+    """What is part of the network but not trained, such as layers that are frozen, or statistics to start from."""
+    trained, state = run.network.params(), run.network.module.state_dict()
+    return {name: value for name, value in state.items() if name not in trained}
