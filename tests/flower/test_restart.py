@@ -13,7 +13,7 @@ from local_grid import LocalGrid
 
 import fedprior
 from fedprior import RunError, SettingError
-from fedprior.flower import checkpoint
+from fedprior.flower import server_checkpoint
 from fedprior.flower.apps import serve
 from fedprior.flower.memory import Memory
 from fedprior.flower.server import Server
@@ -39,7 +39,7 @@ def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     serve(job, LocalGrid(job, tmp_path / "a"), {**LIMITS, "out": str(whole)})
 
-    save = checkpoint.save
+    save = server_checkpoint.save
 
     def breaking(path, server, records):
         if moment == "after":
@@ -48,10 +48,10 @@ def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
             raise Broken
         save(path, server, records)
 
-    monkeypatch.setattr(checkpoint, "save", breaking)
+    monkeypatch.setattr(server_checkpoint, "save", breaking)
     with pytest.raises(Broken):
         serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "out": str(broken)})
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(server_checkpoint, "save", save)
     serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "resume": str(broken)})
 
     assert contents(broken) == contents(whole)
@@ -123,15 +123,15 @@ HEAD = {"format", "run", "round", "seconds", "numbers", "accepted", "records", "
 def test_a_checkpoint_that_is_not_this_servers_is_one_clear_error(make_job, tmp_path, key, value, words):
     """`None`: the line is not there."""
     server, path = Server.new(make_job("fedsparse"), RUN[::-1]), tmp_path / "checkpoint.safetensors"
-    checkpoint.save(path, server, "123")
-    assert checkpoint.load(path, server) == "123"
+    server_checkpoint.save(path, server, "123")
+    assert server_checkpoint.load(path, server) == "123"
     with safetensors.safe_open(str(path), framework="pt") as file:
         head = file.metadata()
     assert head.keys() == HEAD | {"examples"}  # which is younger, and may be missing
     head = {name: line for name, line in {**head, key: value}.items() if line is not None}
     path.write_bytes(safetensors.torch.save(safetensors.torch.load_file(path), head))
     with pytest.raises(RunError, match=words) as refusal:
-        checkpoint.load(path, server)
+        server_checkpoint.load(path, server)
     assert "\n" not in str(refusal.value)
 
 

@@ -18,7 +18,7 @@ from fedprior.core.federated import ClientData
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server import Record, learned
-from fedprior.flower import checkpoint, messages
+from fedprior.flower import messages, server_checkpoint
 from fedprior.flower.job import Job, Limits
 from fedprior.flower.node import Node
 from fedprior.flower.server import Server
@@ -115,7 +115,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
         def keep(record: Record) -> None:
             records.append(record)
             folder.append(record)
-            checkpoint.save(folder.checkpoint, server, checksum(records))
+            server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
         HardEM(server, limits, keep).start(grid)
         summary, model = server.summary(records), server.model()
@@ -147,5 +147,5 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
     # Without a checkpoint it is new, or was stopped in its first round and starts again.
-    expected = checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
+    expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
     return server, folder.truncate(server.round, expected)

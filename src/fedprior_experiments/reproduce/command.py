@@ -12,7 +12,7 @@ from fedprior.report.figures import NoMatplotlibError
 from fedprior.report.page import write_page
 from fedprior.runs.repeat import repeat_command
 from fedprior.runs.specs import missing
-from fedprior_experiments.reproduce.beside import terminal
+from fedprior_experiments.reproduce.comparison import terminal
 from fedprior_experiments.reproduce.experiments import experiment as named_experiment
 from fedprior_experiments.reproduce.plan import check_names, plan
 from fedprior_experiments.reproduce.results import Results, read_results, shown_in

@@ -12,7 +12,7 @@ from fedprior.report import figures
 from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.report.table import Table, write_tables
 from fedprior.runs.specs import Spec, differences
-from fedprior_experiments.reproduce.beside import beside_paper, numbers
+from fedprior_experiments.reproduce.comparison import comparison, numbers
 from fedprior_experiments.reproduce.experiments import Experiment
 from fedprior_experiments.reproduce.plan import plan
 
@@ -46,7 +46,7 @@ class Results:
     @property
     def table(self) -> Table:
         """Ours beside the paper's."""
-        return beside_paper(self.title, self.experiment, self.groups, self.notes)
+        return comparison(self.title, self.experiment, self.groups, self.notes)
 
     def write_tables(self) -> list[Path]:
         """table.md, table.tex and table.csv in the experiment's folder."""

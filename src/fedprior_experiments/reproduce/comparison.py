@@ -19,7 +19,7 @@ ACCURACIES = ("global_accuracy", "local_accuracy")
 NONE = "–"
 
 
-def beside_paper(title: str, experiment: Experiment, groups: Sequence[Group], notes: Sequence[str] = ()) -> Table:
+def comparison(title: str, experiment: Experiment, groups: Sequence[Group], notes: Sequence[str] = ()) -> Table:
     """One row a method, for a document, a paper or, by `terminal`, a terminal."""
     header = ["method", *(part for name in COLUMNS.values() for part in (name, "paper")), "seeds"]
     rows = []
