@@ -31,18 +31,33 @@ class Workers:
             self.networks.put(replace(network, module=copy.deepcopy(network.module)))
         self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
+    @contextmanager
+    def lend(self) -> Iterator[Network]:
+        """A network for one call at a time."""
+        network = self.networks.get()
+        try:
+            yield network
+        finally:
+            self.networks.put(network)
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[Callable[[Callable[[Item], Out], Iterable[Item]], Iterable[Out]]]:
+        """A `map` that runs as many calls side by side as there are workers: the built-in one, or the pool's."""
+        if self.pool is None:
+            yield map
+        else:
+            with one_core():
+                yield self.pool.map
+
     def map(self, fn: Callable[[Network, Item], Out], items: Iterable[Item]) -> list[Out]:
         """Return `fn(network, item)` for every item, in order."""
 
         def call(item: Item) -> Out:
-            network = self.networks.get()
-            try:
+            with self.lend() as network:
                 return fn(network, item)
-            finally:
-                self.networks.put(network)
 
-        with one_core() if self.pool else _nothing():
-            return list(self.pool.map(call, items)) if self.pool else [call(item) for item in items]
+        with self.side_by_side() as each:
+            return list(each(call, items))
 
 
 @contextmanager
@@ -54,8 +69,3 @@ def one_core() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
-from fedprior.core.trees import Gates, Params, Tree, clone, tree_map
+from fedprior.core.trees import Gates, Params, Tree, clone, leaves, tree_map
 from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batches import Batches, given
-from fedprior.em.lifting import Lift, gradient_of, lifting
+from fedprior.em.lifting import Lift, lifting
 from fedprior.em.statistics import Running
 from fedprior.priors import Prior
 
@@ -67,6 +67,27 @@ def local_objective(
         return loss - prior.tempered_log_prob(expected, packet), (loss, found)
 
     return objective
+
+
+def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
+    """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
+
+    Lifted to a cohort, the objective has one value a client; no client's value depends on another's variables, so the
+    gradient of their sum is each client's own. torch.func.grad would record the backward pass as well, which nobody
+    has a use for.
+    """
+
+    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
+        with torch.enable_grad():
+            inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
+            value, beside = objective(inputs, *rest)
+            flat = [leaf for _, leaf in leaves(inputs)]
+            ones = torch.ones_like(value)
+            found = torch.autograd.grad(value, flat, ones, allow_unused=True, materialize_grads=True)
+        grads = iter(found)
+        return tree_map(lambda _: next(grads), inputs), tree_map(Tensor.detach, beside)
+
+    return gradient
 
 
 def e_step(

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedprior.core.trees import Params, Tree, leaves, tree_map
+from fedprior.core.trees import Params
 from fedprior.em.algorithm import Algorithm
 
 Lift = Callable[[Callable[[Algorithm], Callable[..., Any]]], Callable[..., Any]]
@@ -28,24 +27,3 @@ def lifting(algorithm: Algorithm, vectorised: bool, settings: Params | None = No
         return partial(torch.func.vmap(lambda mine, *given: chosen(algorithm.at(mine))(*given)), settings)
 
     return lift
-
-
-def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
-    """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
-
-    Lifted to a cohort, the objective has one value a client; no client's value depends on another's variables, so the
-    gradient of their sum is each client's own. torch.func.grad would record the backward pass as well, which nobody
-    has a use for.
-    """
-
-    def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
-        with torch.enable_grad():
-            inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
-            value, beside = objective(inputs, *rest)
-            flat = [leaf for _, leaf in leaves(inputs)]
-            ones = torch.ones_like(value)
-            found = torch.autograd.grad(value, flat, ones, allow_unused=True, materialize_grads=True)
-        grads = iter(found)
-        return tree_map(lambda _: next(grads), inputs), tree_map(Tensor.detach, beside)
-
-    return gradient

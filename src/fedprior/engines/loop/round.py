@@ -115,19 +115,21 @@ class Simulation:
         data, memory, places = self.data, trees.stack(self.recall(clients)), ranks.share(len(clients))
         stacked = trees.Stack(len(places))
 
-        def take_turn(network: Network, place: int) -> None:
+        def take_turn(place: int) -> None:
             client = clients[places[place]]
             packet, remembered = trees.row((packets, memory), places[place])
             own = turn.of(client)
             batches = ClientBatches(data, client, self.schedule, own.key(Purpose.BATCHES))
             tamper = partial(self.attack, self.hostile[client]) if self.attack else None
-            step, model = protocol.take_turn(
-                self.algorithm, network, packet, batches, own, remembered, rate=rate, tamper=tamper
-            )
-            x, y = (part[data.test[client]].to(turn.root.device) for part in (data.test_x, data.test_y))
-            stacked.put(place, (tuple(step), sums(network, self.measures, model, x, y)))
+            with self.workers.lend() as network:
+                step, model = protocol.take_turn(
+                    self.algorithm, network, packet, batches, own, remembered, rate=rate, tamper=tamper
+                )
+                x, y = (part[data.test[client]].to(turn.root.device) for part in (data.test_x, data.test_y))
+                stacked.put(place, (tuple(step), sums(network, self.measures, model, x, y)))
 
-        self.workers.map(take_turn, range(len(places)))
+        with self.workers.side_by_side() as each:
+            list(each(take_turn, range(len(places))))
         step, scores = ranks.gather(stacked.rows, len(clients))
         return EStep(*step), scores
 
