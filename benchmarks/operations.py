@@ -31,11 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedprior
 from fedprior.core import keys
 from fedprior.core.federated import FederatedData, Shards
+from fedprior.core.operations import KNOWN
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.engines.modes import engine
 from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked import together
-from fedprior.kernels import BatchedKernels, concrete, gates
+from fedprior.kernels import concrete, gates, registration
 from fedprior.kernels.mode import ROUTES
 
 FREE = {
@@ -121,13 +122,21 @@ def once(counting: Counting, owner: Any, name: str, stand_in: Any = None, launch
     return patch.object(owner, name, wrapper)
 
 
-def norms(layers: Any, tensors: Any) -> Tensor:
+class Registered:
+    """The kernels for a CPU's tensors, between `start` and `stop`; what they launch is replaced below."""
+
+    def start(self) -> None:
+        takes = lambda x: x.dtype == torch.float32  # noqa: E731
+        registration.register_for(takes, force=True, routes={F.linear: ROUTES[F.linear]})
+
+    def stop(self) -> None:
+        for operation in KNOWN:
+            operation.fast = None
+
+
+def norms(weights: Any) -> Tensor:
     """What `kernels.gates._norms` computes."""
-    each, given = [], list(tensors)
-    for layer in layers:
-        own, given = given[: layer.tensors], given[layer.tensors :]
-        each.append(sum(t.reshape(len(t), layer.units, -1).square().sum(-1) for t in own).sqrt())
-    return torch.cat(each, 1)
+    return torch.cat([w.flatten(2).square().sum(-1).sqrt() for w in weights], 1)
 
 
 def pull(layers: Any, z: Tensor, grads: Any, tensors: Any) -> Any:
@@ -144,8 +153,7 @@ def kernels_once(counting: Counting) -> list[Any]:
     """The launches of fedprior's own kernels. What a gate is worth does not matter to the count."""
     in_layers = {"launches": lambda layers, *_: len(layers)}
     return [
-        patch.object(fedprior.kernels, "usable", lambda x: x.dtype == torch.float32),
-        patch.object(fedprior.kernels, "routed", lambda x: BatchedKernels(True, {F.linear: ROUTES[F.linear]})),
+        Registered(),
         *(once(counting, keys, name) for name in ("fold", "bits", "uniform", "dropout")),
         once(counting, gates, "_norms", norms, **in_layers),
         once(counting, gates, "_scale", gates.plain_scale, **in_layers),

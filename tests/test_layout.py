@@ -6,12 +6,13 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src"
 ORDER = [
-    *("core", "report", "units", "wire", "priors", "corrections", "em", "engines", "catalogue", "runs", "trained"),
-    *("flower", "fedprior_experiments", "cli"),
+    *("core", "report", "units", "wire", "priors", "kernels", "corrections", "em", "engines", "catalogue", "runs"),
+    *("trained", "flower", "fedprior_experiments", "cli"),
 ]
 """A folder imports itself and those before it. `version` stands below all of them, the package itself above."""
 ROOT = ("__init__.py", "__main__.py", "version.py")
-KERNELS = "kernels"  # imports nothing, and is imported by name: an exception until kernels are registered from outside
+KERNELS = "fedprior.engines.devices"
+"""The only module that imports `fedprior.kernels`, when it is given a GPU: they are registered from outside."""
 
 
 def modules() -> dict[str, Path]:
@@ -38,7 +39,7 @@ def folder(module: str) -> str:
 
 def upward(importer: str, source: str) -> list[str]:
     """What a module imports that stands above it."""
-    place = {name: number for number, name in enumerate(["version", KERNELS, *ORDER])}
+    place = {name: number for number, name in enumerate(["version", *ORDER])}
     ours = [name for name in imports(source) if name.partition(".")[0] in ("fedprior", "fedprior_experiments")]
     return [name for name in ours if place.get(folder(name), len(place)) > place[folder(importer)]]
 
@@ -47,6 +48,15 @@ def test_no_folder_imports_one_above_it():
     for name, path in modules().items():
         if folder(name) not in ("", "__main__"):
             assert upward(name, path.read_text(encoding="utf-8")) == [], name
+
+
+def test_kernels_are_registered_from_outside():
+    known = modules()
+    sources = {name: path.read_text(encoding="utf-8") for name, path in known.items() if folder(name) != "kernels"}
+    importers = {
+        name for name, source in sources.items() if any(folder(found) == "kernels" for found in imports(source))
+    }
+    assert importers == {KERNELS}
 
 
 def test_an_upward_import_is_noticed_wherever_it_stands():
@@ -75,7 +85,7 @@ def test_the_root_is_small_and_every_folder_has_a_place():
     root = SRC / "fedprior"
     assert sorted(path.name for path in root.glob("*.py")) == sorted(ROOT)
     folders = {path.parent.name for path in root.glob("*/__init__.py")}
-    assert folders == {*ORDER, KERNELS} - {"fedprior_experiments"}
+    assert folders == {*ORDER} - {"fedprior_experiments"}
 
 
 WINDOW = 10

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from fedprior.kernels import BatchedKernels
+from fedprior.core import operations
+from fedprior.kernels import BatchedKernels, registration
 from fedprior.kernels.mode import ROUTES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,13 +44,19 @@ def device():
     return DEVICE
 
 
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """Operations are torch's own, whatever ran before, until a test registers the kernels; and are so again then."""
+    for operation in operations.KNOWN:
+        monkeypatch.setattr(operation, "fast", None)
+        monkeypatch.setattr(operation, "usable", lambda *_: False)
+
+
 @pytest.fixture
-def on_kernels(device, monkeypatch, request):
+def on_kernels(device, plain, request):
     """The settings of a run on the kernels, which are interpreted where there is no GPU."""
     torchs = getattr(request.module, "CONVOLUTIONS_ARE_TORCHS", False)
     routes = {f: route for f, route in ROUTES.items() if not (torchs and route is BatchedKernels.conv2d)}
     if device == "cpu":
-        monkeypatch.setattr("fedprior.kernels.usable", lambda x: x.dtype == torch.float32)
-        monkeypatch.setattr("fedprior.core.keys._in_kernel", lambda key: True)
-        monkeypatch.setattr("fedprior.kernels.routed", lambda x: BatchedKernels(True, routes))
+        registration.register_for(lambda x: True, force=True, routes=routes)
     return {"device": device, "mode": "captured" if device == "cuda" else "vectorised", "arithmetic": "float32"}

@@ -1,7 +1,6 @@
 """Gates in kernels against the plain operations of the prior and its gating, values and gradients."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,10 +9,11 @@ from torch.func import grad, vmap
 
 import fedprior
 from fedprior.core import keys
-from fedprior.kernels import concrete, gates
+from fedprior.kernels import concrete, gates, registration
 from fedprior.priors import thresholds
+from fedprior.units.rows import Rows, row_norms, scale_rows
 
-LAYERS = (gates.Gated(5, 2), gates.Gated(3, 1), gates.Gated(4, 3), gates.Gated(2, 1))
+LAYERS = (Rows(5, 2), Rows(3, 1), Rows(4, 3), Rows(2, 1))
 SHAPES = [(5, 3, 2, 2), (5,), (3, 1500), (4, 7), (4,), (4,), (2,)]
 
 
@@ -30,15 +30,12 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_norms_are_those_of_the_groups(device):
-    given = tensors(device)
-    starts = [0, 2, 3, 6, 7]
-    groups = [given[a:b] for a, b in pairwise(starts)]
-    expected = torch.cat(
-        [torch.cat([t.flatten(2) if t.dim() > 2 else t[..., None] for t in g], -1).norm(dim=-1) for g in groups], 1
-    )
-    close(vmap(lambda *t: gates.norms(LAYERS, t))(*given), expected)
-    close(gates.norms(LAYERS, [t[1] for t in given]), expected[1])
+def test_norms_are_those_of_the_rows(device):
+    given = [t for t in tensors(device) if t.dim() > 2]
+    expected = torch.cat([t.flatten(2).square().sum(-1).sqrt() for t in given], 1)
+    for norms in (gates.norms, row_norms):
+        close(vmap(lambda *t, f=norms: f(t))(*given), expected)
+        close(norms([t[1] for t in given]), expected[1])
 
 
 def test_products_and_both_gradients_are_torchs(device):
@@ -52,7 +49,7 @@ def test_products_and_both_gradients_are_torchs(device):
         return weighed
 
     ours = lambda z, t: gates.scale(LAYERS, z, t)  # noqa: E731
-    plain = lambda z, t: [s[0] for s in gates.plain_scale(LAYERS, z[None], [x[None] for x in t])]  # noqa: E731
+    plain = lambda z, t: scale_rows(LAYERS, z, t)  # noqa: E731
     every = tuple(range(8))
     close(*(vmap(lambda z, *t, f=f: tuple(f(z, t)))(z, *given) for f in (ours, plain)))
     close(
@@ -74,7 +71,7 @@ def test_products_differentiate_twice(device):
         return lambda z, *t: sum(g.square().sum() for g in grad(lambda z: cubes(z, t))(z))
 
     ours = penalty(lambda z, t: gates.scale(LAYERS, z, t))
-    plain = penalty(lambda z, t: gates.plain_scale(LAYERS, z[None], [x[None] for x in t]))
+    plain = penalty(lambda z, t: scale_rows(LAYERS, z, t))
     torch.testing.assert_close(vmap(grad(ours))(z, *given), vmap(grad(plain))(z, *given), rtol=1e-3, atol=1e-2)
 
 
@@ -113,14 +110,13 @@ def test_logits_and_their_gradient_are_the_priors(device, each, masked):
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
-def test_draws_and_their_gradient_are_the_priors(device, monkeypatch):
-    monkeypatch.setattr("fedprior.kernels.available", lambda: False)
+def test_draws_and_their_gradient_are_the_priors(device):
     logits = (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(3))).to(device)
     logits[:, :5] = thresholds.CLOSED
     each = keys.fold(keys.key(0, device), torch.arange(3, device=device))
     direction = torch.randn_like(logits)
     plain = lambda logit, key: thresholds.hard_concrete(logit, keys.uniform(key, (700,)))  # noqa: E731
-    ours = lambda logit, key: concrete.hard_concrete(logit, key, thresholds.STRETCH)  # noqa: E731
+    ours = registration.draw_gates
     drawn = vmap(ours)(logits, each)
     close(drawn, vmap(plain)(logits, each))
     assert {0.0, 1.0} <= set(drawn.flatten().tolist())
@@ -141,7 +137,7 @@ def normed():
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("model", [biased, normed])
-def test_a_clients_gradient_is_the_same_with_and_without_kernels(device, model, monkeypatch):
+def test_a_clients_gradient_is_the_same_with_and_without_kernels(device, model):
     """The prior's own code, on either path: a packet of which some gates are closed, one vectorised step."""
     torch.manual_seed(0)
     network = fedprior.Network(model(), torch.zeros(1, 6, 6))
@@ -149,7 +145,6 @@ def test_a_clients_gradient_is_the_same_with_and_without_kernels(device, model, 
     prior = algorithm.prior
     server = {k: {n: v.to(device) for n, v in s.items()} for k, s in algorithm.init(network.params()).items()}
     server["age"]["rounds"] += 1
-    monkeypatch.setattr("fedprior.kernels.usable", lambda x: False)
     packet = prior.broadcast(prior.prune(server), keys.key(0, device))
     first = next(iter(packet["gates"]))
     packet["gates"][first][:3] = 0.0
@@ -164,14 +159,11 @@ def test_a_clients_gradient_is_the_same_with_and_without_kernels(device, model, 
 
     start = prior.adopt(packet, each[0], None)
     local = {k: {n: v.expand(2, *v.shape).clone() for n, v in s.items()} for k, s in start.items()}
-    expected = vmap(grad(value))(local, each)
-    monkeypatch.setattr("fedprior.kernels.usable", lambda x: x.dtype == torch.float32)
-    found = vmap(grad(value))(local, each)
+    expected, left = vmap(grad(value))(local, each), prior.prune(server)
+    registration.register_for(lambda x: True, force=True)
+    found, pruned = vmap(grad(value))(local, each), prior.prune(server)
     for section, values in expected.items():
         for name, theirs in values.items():
             torch.testing.assert_close(found[section][name], theirs, rtol=1e-3, atol=1e-4, msg=f"{section}/{name}")
-    pruned, again = prior.prune(server), None
-    monkeypatch.setattr("fedprior.kernels.usable", lambda x: False)
-    again = prior.prune(server)
     for section in ("weights", "thresholds", "open"):
-        torch.testing.assert_close(pruned[section], again[section], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pruned[section], left[section], rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ import fedprior.kernels
 from fedprior.core import keys
 from fedprior.kernels import BatchedKernels, concrete, draws, gates
 from fedprior.kernels.launch import row_grid
+from fedprior.units.rows import Rows, scale_rows
 
 NEEDS_TRITON = False
 MANY = 65_537
@@ -36,11 +37,10 @@ def test_a_program_for_every_block_of_every_row():
 
 
 @on_gpu
-def test_keys(device, monkeypatch):
+def test_keys(device):
     each = keys.fold(keys.key(7, device), torch.arange(MANY, device=device))
     x = torch.randn(MANY, 3, device=device)
-    found = draws.uniform(each, 1100), draws.bits(each, 2), vmap(lambda x, key: draws.dropout(x, key, 0.5))(x, each)
-    monkeypatch.setattr("fedprior.kernels.available", lambda: False)
+    found = draws.uniform(each, (1100,)), draws.bits(each, 2), vmap(lambda x, key: draws.dropout(x, key, 0.5))(x, each)
     assert torch.equal(found[0], vmap(lambda key: keys.uniform(key, (1100,)))(each))
     assert torch.equal(found[1], vmap(lambda key: keys.bits(key, 2))(each))
     torch.testing.assert_close(found[2], vmap(lambda x, key: keys.dropout(x, key, 0.5))(x, each))
@@ -48,13 +48,11 @@ def test_keys(device, monkeypatch):
 
 @on_gpu
 def test_gates_and_their_gradients(device):
-    layers = (gates.Gated(3, 2),)
+    layers = (Rows(3, 2),)
     w, b, z = (torch.randn(MANY, *shape, device=device) for shape in ((3, 5), (3,), (3,)))
-    expected = torch.cat([w, b[..., None]], -1).norm(dim=-1)
-    torch.testing.assert_close(vmap(lambda *t: gates.norms(layers, t))(w, b), expected)
+    torch.testing.assert_close(vmap(lambda w: gates.norms([w]))(w), w.norm(dim=-1))
     cubes = lambda scale: lambda z, w, b: sum(s.pow(3).sum() for s in scale(layers, z, (w, b)))  # noqa: E731
-    plain = lambda layers, z, t: gates.plain_scale(layers, z[None], [x[None] for x in t])  # noqa: E731
-    slopes = [vmap(grad(cubes(scale), (0, 1, 2)))(z, w, b) for scale in (gates.scale, plain)]
+    slopes = [vmap(grad(cubes(scale), (0, 1, 2)))(z, w, b) for scale in (gates.scale, scale_rows)]
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-4)
 
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fedprior import kernels
 from fedprior.core.errors import ModelError
+from fedprior.core.operations import operation
 from fedprior.core.trees import Params
-from fedprior.kernels.mode import batched
 
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "count"
 
@@ -130,16 +129,11 @@ class BatchNorm(TorchFunctionMode):
         self.found[name] = (mean, variance, count)
 
 
+@operation
 def normalise(
     x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise x by its real examples; also return their mean, their variance and the number of values."""
-    if kernels.usable(x) and batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31:
-        from fedprior.kernels.batch_norm import batch_norm
-
-        mask = None if real is None else real.to(x.dtype)
-        out, mean, variance = batch_norm(x, mask, weight, bias, eps)
-        return out, mean, variance, _count(x, mask)
     shape = (-1, *[1] * (x.dim() - 2))
     mean, variance, count = moments(x, real)
     scale = (variance + eps).rsqrt()
@@ -153,7 +147,7 @@ def normalise(
     )
 
 
-def _count(x: Tensor, real: Tensor | None) -> Tensor:
+def value_count(x: Tensor, real: Tensor | None) -> Tensor:
     """How many values of a channel belong to real examples."""
     places = prod(x.shape[2:])
     if real is None:
@@ -166,9 +160,9 @@ def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.dim())]
     if weight is None:
         variance, mean = torch.var_mean(x, dims, correction=0)
-        return mean, variance, _count(x, None)
+        return mean, variance, value_count(x, None)
     weight = weight.to(x.dtype)
-    count = _count(x, weight)
+    count = value_count(x, weight)
     share = (weight / count.clamp(min=1)).reshape(-1, *[1] * (x.dim() - 1))
     mean = (x * share).sum(dims)
     centred = x - mean.reshape(-1, *[1] * (x.dim() - 2))

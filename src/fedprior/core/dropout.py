@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedprior.core import keys
-from fedprior.kernels.mode import batched
+from fedprior.core.operations import batched
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """The functions behind torch's recurrent layers. They draw internally, where no mode can intercept."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedprior import kernels
-from fedprior.kernels import draws
+from fedprior.core.operations import operation
 
 # SplitMix64's constants as signed integers, because torch multiplies int64 modulo 2^64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -61,11 +60,6 @@ def _mix_number(number: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def _in_kernel(key: Tensor) -> bool:
-    """Whether a draw takes one launch instead of about twenty. The numbers are the same, bit for bit."""
-    return key.is_cuda and kernels.available()
-
-
 def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
     """The root key of a run."""
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device) + _GAMMA)
@@ -74,9 +68,12 @@ def key(seed: int, device: torch.device | str = "cpu") -> Tensor:
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
     """Derive a key from a key and a number, elementwise: `fold(key, client_ids)` gives one key per client."""
     # We mix plain numbers on the host: a captured CUDA graph cannot copy them to the device.
-    data = _mix_number(data) if isinstance(data, int) else data.to(key.device, torch.int64)
-    if _in_kernel(key):
-        return draws.fold(key, data)
+    return mix_in(key, _mix_number(data) if isinstance(data, int) else data.to(key.device, torch.int64))
+
+
+@operation
+def mix_in(key: Tensor, data: Tensor | int) -> Tensor:
+    """`fold` for numbers on the key's device, or for a plain number that has been mixed."""
     mixed = data if isinstance(data, int) else _mix(data + _GAMMA)
     # The key is mixed once more than the data. Otherwise fold(key(a), b) and fold(key(b), a) would be the same key.
     return _mix(_mix(key + _GAMMA) ^ mixed)
@@ -105,25 +102,22 @@ class Turn(NamedTuple):
         return key if self.client is None else fold(key, self.client)
 
 
+@operation
 def bits(key: Tensor, count: int) -> Tensor:
     """`count` distinct int64 numbers."""
-    if _in_kernel(key):
-        return draws.bits(key, count)
     return _mix(key + torch.arange(1, count + 1, device=key.device) * _GAMMA)
 
 
+@operation
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers strictly between 0 and 1, with 23 random bits, so that both `log(u)` and `log(1 - u)` are finite."""
     count = math.prod(shape)
-    if dtype == torch.float32 and _in_kernel(key):
-        return draws.uniform(key, count).reshape(shape)
     return ((_shift(bits(key, count), 41).to(dtype) + 0.5) * 2.0**-23).reshape(shape)
 
 
+@operation
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     """x / (1 − rate) where a uniform draw is at least the rate, else zero."""
-    if x.dtype == torch.float32 and _in_kernel(key):
-        return draws.dropout(x, key, rate)
     return x * ((uniform(key, tuple(x.shape), x.dtype) >= rate).to(x.dtype) / (1 - rate))
 
 

@@ -1,19 +1,19 @@
 """A model as a pure function of its parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedprior import kernels
 from fedprior.core import batch_norm
 from fedprior.core.batch_norm import COUNT, MEAN, VARIANCE, Norm
 from fedprior.core.dropout import KeyedDropout
+from fedprior.core.operations import batched, operation
 from fedprior.core.trees import Params
-from fedprior.kernels.mode import batched
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets to one loss per example. Several per example, such as one per token, are averaged."""
@@ -39,10 +39,19 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.dim() > 1 and (dim := class_dim(outputs, targets)) is not None:
         each = F.cross_entropy(outputs.movedim(dim, 1), targets, reduction="none", ignore_index=IGNORED)
         return each.flatten(1).sum(1) / (targets != IGNORED).flatten(1).sum(1).clamp(min=1)
-    if kernels.usable(outputs) and outputs.dim() == 2 and targets.dtype == torch.int64:
-        # Under `vmap` torch's version takes about ten operations. Labels were checked with the data set.
-        return -F.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
+    return class_losses(outputs, targets)
+
+
+@operation
+def class_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Softmax cross-entropy of each example, one logit per class."""
     return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@operation
+def routed(x: Tensor) -> AbstractContextManager[Any]:
+    """Within this context a model's calls on tensors like `x` go where they are fastest; without any, to torch."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class Network:
         # torch's tie_weights leaves this call's values in a module that is registered under two names
         # (pytorch#164759), so we pass tied parameters by name.
         tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
-        with kernels.routed(x):
+        with routed(x):
             out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
         return out
 

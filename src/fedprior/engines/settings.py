@@ -20,6 +20,7 @@ from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, Statistics
 from fedprior.engines import ranks
 from fedprior.engines.attack import ATTACKS
+from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
 from fedprior.wire import Wire
@@ -54,7 +55,13 @@ def check_useful(settings: Settings, algorithm: Algorithm, network: Network, cli
 
 
 def device_of(settings: Settings) -> torch.device:
-    """The device to run on."""
+    """The device to run on, prepared for a run."""
+    device = _named_device(settings)
+    prepare(device)
+    return device
+
+
+def _named_device(settings: Settings) -> torch.device:
     try:
         named = torch.device("cuda" if settings.device == "auto" else settings.device)
         if named == torch.device("cuda") and (torch.cuda.is_available() or settings.device == "auto"):

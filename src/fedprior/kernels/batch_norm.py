@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprior.core.batch_norm import value_count
+from fedprior.core.operations import batched
 from fedprior.kernels.launch import fold, strided, target, unfold
 
 TILE = 2048
@@ -23,6 +25,19 @@ def batch_norm(
     rest = [None if p is None else p.unsqueeze(0) for p in (mask, weight, bias)]
     out, mean, variance = BatchNorm.apply(x.unsqueeze(0), *rest, eps)
     return out.squeeze(0), mean.squeeze(0), variance.squeeze(0)
+
+
+def fits(x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
+    """Whether these are what the kernels are for."""
+    return batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31
+
+
+def normalise(
+    x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fedprior.core.batch_norm.normalise`, for what `vmap` batches."""
+    mask = None if real is None else real.to(x.dtype)
+    return *batch_norm(x, mask, weight, bias, eps), value_count(x, mask)
 
 
 def _launch(x: Tensor) -> tuple[dict[str, Any], tuple[int]]:

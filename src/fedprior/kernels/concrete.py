@@ -1,7 +1,6 @@
 """From norms and thresholds to gates and their hard-concrete draws: one launch each way instead of some ten.
 
-Tensors carry the clients in front, one row of gates each. `priors.thresholds` has the same in torch's own operations,
-which is what they are held to.
+Tensors carry the clients in front, one row of gates each. `priors/thresholds.py` has the same in torch's operations.
 """
 
 from typing import Any, NamedTuple

@@ -1,5 +1,6 @@
 """Keyed draws as functions that `torch.func` can batch: a cohort's keys end in one launch."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,20 +11,20 @@ from fedprior.kernels.launch import cdiv, row_grid, target
 BLOCK = 1024
 
 
-def uniform(key: Tensor, count: int) -> Tensor:
-    """`count` float32 numbers for each key, the same as `fedprior.core.keys.uniform` gives."""
-    drawn: Tensor = Uniform.apply(key, count)
-    return drawn
+def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """`keys.uniform` in float32, which is the only `dtype` there is; with several keys in one tensor, for each."""
+    drawn: Tensor = Uniform.apply(key, prod(shape))
+    return drawn.reshape(*key.shape, *shape)
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """`count` int64 numbers for each key, the same as `fedprior.core.keys.bits` gives."""
+    """`keys.bits`; with several keys in one tensor, for each."""
     drawn: Tensor = Bits.apply(key, count)
     return drawn
 
 
 def fold(key: Tensor, data: Tensor | int) -> Tensor:
-    """`fedprior.core.keys.fold`; a number must be mixed already."""
+    """`keys.mix_in`."""
     if isinstance(data, int):
         number: Tensor = FoldNumber.apply(key, data)
         return number
@@ -34,7 +35,7 @@ def fold(key: Tensor, data: Tensor | int) -> Tensor:
 
 
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
-    """x / (1 − rate) where `uniform(key, …)` is at least the rate, else zero; differentiable in x."""
+    """`keys.dropout`; differentiable in x."""
     out: Tensor = Dropout.apply(x, key, rate)
     return out
 

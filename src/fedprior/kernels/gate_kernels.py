@@ -7,11 +7,8 @@ from fedprior.kernels.draw_kernels import draw, lanes
 
 
 @triton.jit
-def norm_kernel(
-    w, a, b, norms, w_stride, a_stride, b_stride, units, first, gates,
-    WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """‖w_g‖₂ of row g of `w`, with the entries g of `a` and `b` where there are such."""
+def norm_kernel(w, norms, w_stride, units, first, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """‖w_g‖₂ of every row of `w`."""
     unit = (tl.program_id(0) % units).to(tl.int64)
     client = (tl.program_id(0) // units).to(tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -19,14 +16,7 @@ def norm_kernel(
         i = start + tl.arange(0, BLOCK)
         value = tl.load(w + client * w_stride + unit * WIDTH + i, mask=i < WIDTH, other=0.0)
         squares += value * value
-    total = tl.sum(squares, axis=0)
-    if A:
-        value = tl.load(a + client * a_stride + unit)
-        total += value * value
-    if B:
-        value = tl.load(b + client * b_stride + unit)
-        total += value * value
-    tl.store(norms + client * gates + first + unit, tl.sqrt(total))
+    tl.store(norms + client * gates + first + unit, tl.sqrt(tl.sum(squares, axis=0)))
 
 
 @triton.jit

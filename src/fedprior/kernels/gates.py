@@ -1,7 +1,7 @@
 """Gates on groups of weights: norms, the product with the gates, and both gradients in one pass over the weights.
 
 Tensors carry the clients in front. A layer of `units` gates has a weight with one row a gate and up to two vectors with
-one entry a gate (a bias, or a norm's weight and bias); `layers` says how many of each, in the order of the tensors.
+one entry a gate (a bias, or a norm's weight and bias). `units/rows.py` has the same in torch's own operations.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,32 +11,21 @@ import torch
 from torch import Tensor
 
 from fedprior.kernels.launch import strided, target
+from fedprior.units.rows import MOST, Rows, scale_rows
 
 BLOCK = 1024
-MOST = 3
-"""Tensors of a layer that one launch takes."""
+Layers = tuple[Rows, ...]
 
 
-class Gated(NamedTuple):
-    """A layer as the kernels see it."""
-
-    units: int
-    tensors: int
-    """A matrix, and vectors."""
-
-
-Layers = tuple[Gated, ...]
-
-
-def norms(layers: Layers, tensors: Sequence[Tensor]) -> Tensor:
-    """‖w_g‖₂ of every group, all layers in one vector; without a gradient."""
-    found: Tensor = Norms.apply(layers, *(t.detach().unsqueeze(0) for t in tensors))
+def norms(weights: Sequence[Tensor]) -> Tensor:
+    """`rows.row_norms`."""
+    found: Tensor = Norms.apply(*(t.detach().unsqueeze(0) for t in weights))
     return found.squeeze(0)
 
 
-def scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each gate of one vector times its own group."""
-    out = Scale.apply(layers, z.unsqueeze(0), *(t.unsqueeze(0) for t in tensors))
+def scale(layers: Layers, gates: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`rows.scale_rows`."""
+    out = Scale.apply(layers, gates.unsqueeze(0), *(t.unsqueeze(0) for t in tensors))
     return [t.squeeze(0) for t in out]
 
 
@@ -50,9 +39,13 @@ class Slot(NamedTuple):
 
     def options(self, width: int) -> dict[str, Any]:
         """Compile-time sizes."""
-        block = min(BLOCK, max(32, 1 << (width - 1).bit_length()))
         count = self.at.stop - self.at.start
-        return {"WIDTH": width, "A": count > 1, "B": count > 2, "BLOCK": block, "num_warps": 4 if block >= 512 else 1}
+        return {"A": count > 1, "B": count > 2, **_sizes(width)}
+
+
+def _sizes(width: int) -> dict[str, Any]:
+    block = min(BLOCK, max(32, 1 << (width - 1).bit_length()))
+    return {"WIDTH": width, "BLOCK": block, "num_warps": 4 if block >= 512 else 1}
 
 
 def _slots(layers: Layers) -> Iterator[Slot]:
@@ -76,19 +69,17 @@ def _width(tensor: Tensor) -> int:
     return tensor[0, 0].numel()
 
 
-def _norms(layers: Layers, tensors: Sequence[Tensor]) -> Tensor:
+def _norms(weights: Sequence[Tensor]) -> Tensor:
     from fedprior.kernels.gate_kernels import norm_kernel
 
-    given = [strided(t) for t in tensors]
-    clients = len(given[0])
-    out = given[0].new_empty(clients, sum(layer.units for layer in layers))
+    given = [strided(w) for w in weights]
+    clients, total, first = len(given[0]), sum(w.shape[1] for w in given), 0
+    out = given[0].new_empty(clients, total)
     with target(out):
-        for slot in _slots(layers):
-            three = _three(given[slot.at])
-            width = _width(three[0])
-            norm_kernel[(slot.units * clients,)](
-                *three, out, *_strides(three), slot.units, slot.first, slot.total, **slot.options(width)
-            )
+        for w in given:
+            units = w.shape[1]
+            norm_kernel[(units * clients,)](w, out, w.stride(0), units, first, total, **_sizes(_width(w)))
+            first += units
     return out
 
 
@@ -128,10 +119,9 @@ def _scale_backward(
 
 
 def plain_scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The product from torch's own operations: what the kernels are held to."""
-    parts = z.split([layer.units for layer in layers], 1)
-    each = [part for part, layer in zip(parts, layers, strict=True) for _ in range(layer.tensors)]
-    return tuple(t * part.reshape(*part.shape, *[1] * (t.dim() - 2)) for t, part in zip(tensors, each, strict=True))
+    """The product from torch's own operations."""
+    scaled: tuple[Tensor, ...] = torch.func.vmap(lambda z, *t: tuple(scale_rows.plain(layers, z, t)))(z, *tensors)
+    return scaled
 
 
 def fold(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -150,8 +140,8 @@ class Norms(torch.autograd.Function):
     """Groups to norms."""
 
     @staticmethod
-    def forward(layers: Layers, *tensors: Tensor) -> Tensor:
-        return _norms(layers, tensors)
+    def forward(*weights: Tensor) -> Tensor:
+        return _norms(weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -162,8 +152,8 @@ class Norms(torch.autograd.Function):
         return None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
-        return unfold(info, [Norms.apply(layers, *fold(info, in_dims[1:], tensors))])[0], 0
+    def vmap(info: Any, in_dims: Any, *weights: Tensor) -> Any:
+        return unfold(info, [Norms.apply(*fold(info, in_dims, weights))])[0], 0
 
 
 class Scale(torch.autograd.Function):

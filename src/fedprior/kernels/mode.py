@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
+from fedprior.core.operations import batched
 from fedprior.kernels.launch import pair
 
 
@@ -20,20 +20,6 @@ def available() -> bool:
     if torch.version.hip or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability() >= (8, 0)
-
-
-def usable(x: Tensor) -> bool:
-    """Whether there are kernels for tensors like this one."""
-    return x.is_cuda and x.dtype == torch.float32 and available()
-
-
-def batched(x: Tensor) -> bool:
-    """Whether some enclosing `vmap` batches the tensor, so that there is one for each client."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x):
-            return True
-        x = _functorch.get_unwrapped(x)
-    return False
 
 
 class BatchedKernels(TorchFunctionMode):

@@ -18,15 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprior import kernels
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
-from fedprior.kernels import concrete
 from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
-from fedprior.priors.thresholds import STRETCH, hard_concrete, without_threshold
+from fedprior.priors.thresholds import draw_gates, without_threshold
 
 NEAR = 0.2
 """How near the watershed, as a share of it, is worth a warning."""
@@ -124,12 +122,7 @@ class SpikeSlab(MagnitudeGates):
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
-        logits = expected.joint["logits"]
-        if kernels.usable(logits):
-            gates = concrete.hard_concrete(logits, key, STRETCH)
-        else:
-            gates = hard_concrete(logits, joint_draws(self.gating, key, logits.dtype))
-        return self.gating.scale(expected.weights, gates)
+        return self.gating.scale(expected.weights, draw_gates(expected.joint["logits"], key))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """z ~ Bern(π), exactly; what z leaves of w_s."""

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from fedprior import kernels
 from fedprior.core.trees import Gates, Params
-from fedprior.kernels import gates as gate_kernels
 from fedprior.units.gating import Gating
+from fedprior.units.rows import MOST, Rows, row_norms, scale_rows
 from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.tables import Tables
 
@@ -25,32 +24,31 @@ class UnitGating(Gating):
         self.listeners = _listeners(structure)
         heard = (parameter for source, _, _ in self.listeners for parameter in structure.owned[source])
         self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.tables.readers), *heard]))
-        self.fused = self._fused(structure)
+        self.by_rows = self._rows(structure)
 
-    def _fused(self, structure: Structure) -> gate_kernels.Layers | None:
-        """The layers in the form that the GPU kernels take, or None if some have another form."""
+    def _rows(self, structure: Structure) -> tuple[Rows, ...] | None:
+        """The layers as rows of matrices and entries of vectors, or None if some have another form."""
         for layer in structure.layers:
             ranks = [len(self.shapes[name]) for name in layer.parameters]
-            if layer.axis != 0 or len(ranks) > gate_kernels.MOST or any(rank > 1 for rank in ranks[1:]):
+            if layer.axis != 0 or len(ranks) > MOST or any(rank > 1 for rank in ranks[1:]):
                 return None
-        return tuple(gate_kernels.Gated(layer.size, len(layer.parameters)) for layer in structure.layers) or None
+        return tuple(Rows(layer.size, len(layer.parameters)) for layer in structure.layers) or None
 
     def magnitudes(self, params: Params) -> Tensor:
-        if self.fused and kernels.usable(next(iter(params.values()))):
-            weights = [params[layer.parameters[0]] for layer in self.structure.layers]
-            return gate_kernels.norms(tuple(layer._replace(tensors=1) for layer in self.fused), weights)
+        if self.by_rows:
+            return row_norms([params[layer.parameters[0]] for layer in self.structure.layers])
         return torch.cat([self._part_norms(layer, 0, params) for layer in self.structure.layers]).detach()
 
     def scale(self, params: Params, joint: Tensor) -> Params:
-        if self.fused and kernels.usable(joint):
-            names = self._owned()
-            scaled = gate_kernels.scale(self.fused, joint, [params[name] for name in names])
-            return {**params, **dict(zip(names, scaled, strict=True))}
-        return super().scale(params, joint)
+        if not self.by_rows:
+            return super().scale(params, joint)
+        names = self._owned()
+        scaled = scale_rows(self.by_rows, joint, [params[name] for name in names])
+        return {**params, **dict(zip(names, scaled, strict=True))}
 
     def prune(self, params: Params, gates: Gates) -> Params:
         joint = self.join(gates)
-        if not (self.fused and kernels.usable(joint)):
+        if not (self.by_rows and scale_rows.usable(self.by_rows, joint, [])):
             return super().prune(params, gates)
         pruned = self.scale(params, joint)
         for reader, values in self._columns(joint):
