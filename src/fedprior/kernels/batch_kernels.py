@@ -6,26 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def batch_kernel(
-    x,
-    mask,
-    weight,
-    bias,
-    out,
-    means,
-    variances,
-    x_stride,
-    mask_stride,
-    weight_stride,
-    bias_stride,
-    images,
-    eps,
-    C: tl.constexpr,
-    SIZE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BI: tl.constexpr,
+    x, mask, weight, bias, out, means, variances, x_stride, mask_stride, weight_stride, bias_stride, images, eps,
+    C: tl.constexpr, SIZE: tl.constexpr, AFFINE: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
     BS: tl.constexpr,
-):
+):  # fmt: skip
     """Normalises by the statistics of the images that are not masked, and keeps these."""
     channel = tl.program_id(0) % C
     client = (tl.program_id(0) // C).to(tl.int64)
@@ -79,28 +63,11 @@ def batch_kernel(
 
 @triton.jit
 def batch_backward_kernel(
-    grad,
-    x,
-    mask,
-    weight,
-    means,
-    variances,
-    dx,
-    sums,
-    grad_stride,
-    x_stride,
-    mask_stride,
-    weight_stride,
-    images,
-    clients,
-    eps,
-    C: tl.constexpr,
-    SIZE: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BI: tl.constexpr,
+    grad, x, mask, weight, means, variances, dx, sums, grad_stride, x_stride, mask_stride, weight_stride, images,
+    clients, eps,
+    C: tl.constexpr, SIZE: tl.constexpr, AFFINE: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
     BS: tl.constexpr,
-):
+):  # fmt: skip
     """The gradients of the input, the weight and the bias."""
     channel = tl.program_id(0) % C
     client = (tl.program_id(0) // C).to(tl.int64)

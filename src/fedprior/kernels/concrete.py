@@ -60,6 +60,18 @@ def _mask(is_open: Tensor | None, other: Tensor) -> Tensor:
     return other if is_open is None else is_open.contiguous().view(torch.uint8)
 
 
+class _Gradient(torch.autograd.Function):
+    """What has no gradient of its own."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        raise NotImplementedError("gates are differentiated once only; on a CPU they can be differentiated again")
+
+
 class Logits(torch.autograd.Function):
     """Norms, v, open gates and temperatures to logits and gates."""
 
@@ -94,7 +106,7 @@ class Logits(torch.autograd.Function):
         return unfold(info, out), (0, 0)
 
 
-class LogitsGradient(torch.autograd.Function):
+class LogitsGradient(_Gradient):
     """Both outputs' gradients to that of v."""
 
     @staticmethod
@@ -112,14 +124,6 @@ class LogitsGradient(torch.autograd.Function):
                 number, dv, v.shape[1], edges.edge, EACH=each is not None, MASK=is_open is not None, BLOCK=BLOCK,
             )  # fmt: skip
         return dv
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        raise NotImplementedError("gates are differentiated once only; on a CPU they can be differentiated again")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -156,7 +160,7 @@ class Concrete(torch.autograd.Function):
         return unfold(info, [Concrete.apply(*fold(info, in_dims[:2], (logits, keys)), stretch)])[0], 0
 
 
-class ConcreteGradient(torch.autograd.Function):
+class ConcreteGradient(_Gradient):
     """The draws' gradient to that of the logits."""
 
     @staticmethod
@@ -171,14 +175,6 @@ class ConcreteGradient(torch.autograd.Function):
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        raise NotImplementedError("gates are differentiated once only; on a CPU they can be differentiated again")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, grad: Tensor, logits: Tensor, keys: Tensor, stretch: Stretch) -> Any:

@@ -11,29 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def _contract(
-    acc,
-    k0,
-    images,
-    weight,
-    row,
-    col,
-    inside,
-    o,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    O: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PADDED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SWAP: tl.constexpr,
-    LAST: tl.constexpr,
-    BK: tl.constexpr,
-):
+    acc, k0, images, weight, row, col, inside, o,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    SWAP: tl.constexpr, LAST: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """One block of the summed index: gathers `BK` × positions, loads channels × `BK`, multiplies."""
     K: tl.constexpr = KH * KW * C
     lane = tl.arange(0, BK)[None, :]
@@ -91,36 +73,12 @@ def _contract(
 
 @triton.jit
 def contract_kernel(
-    source,
-    weight,
-    bias,
-    out,
-    source_stride,
-    weight_stride,
-    bias_stride,
-    positions,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    O: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SWAP: tl.constexpr,
-    LAST: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BO: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    source, weight, bias, out, source_stride, weight_stride, bias_stride, positions,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr, LAST: tl.constexpr,
+    UNROLL: tl.constexpr, BO: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Convolution (source = input, weights (o, kh, kw, c)), or its transpose (source = output's gradient)."""
     OUTS: tl.constexpr = (O + BO - 1) // BO
     tiles = tl.cdiv(positions, BM)
@@ -178,32 +136,12 @@ def last_kernel(x, out, x_stride, images, C: tl.constexpr, S: tl.constexpr, BC: 
 
 @triton.jit
 def weight_kernel(
-    x,
-    grad,
-    partial,
-    x_stride,
-    grad_stride,
-    positions,
-    share,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    O: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    SH: tl.constexpr,
-    SW: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BO: tl.constexpr,
-    BM: tl.constexpr,
+    x, grad, partial, x_stride, grad_stride, positions, share,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    PRECISION: tl.constexpr, SWAP: tl.constexpr, SPLITS: tl.constexpr, BO: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
-):
+):  # fmt: skip
     """The weights' gradient over one share of the positions, into a buffer of its own: no atomics, one fixed order."""
     K: tl.constexpr = KH * KW * C
     TILES: tl.constexpr = (K + BK - 1) // BK
@@ -253,14 +191,9 @@ def weight_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial,
-    weight,
-    C: tl.constexpr,
-    O: tl.constexpr,
-    TAPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partial, weight,
+    C: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Adds the shares up, and puts the weights back into (o, c, kh, kw)."""
     K: tl.constexpr = TAPS * C
     SIZE: tl.constexpr = O * K

@@ -62,6 +62,16 @@ def _fold(key: Tensor, data: Tensor | None, number: int) -> Tensor:
     return out
 
 
+def _drawn(kernel: Any, key: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Keys of any shape to draws of that shape and one dimension more."""
+    key = key.contiguous()
+    out = torch.empty(*key.shape, count, dtype=dtype, device=key.device)
+    if out.numel():
+        with target(key):
+            kernel[row_grid(key.numel(), count, BLOCK)](key, out, count, BLOCK=BLOCK)
+    return out
+
+
 class _Keyed(torch.autograd.Function):
     """What integers and draws have no gradient for."""
 
@@ -75,18 +85,13 @@ class _Keyed(torch.autograd.Function):
 
 
 class Uniform(_Keyed):
-    """Keys of any shape to draws of that shape and one dimension more."""
+    """Keys and how many numbers each draws to these."""
 
     @staticmethod
     def forward(key: Tensor, count: int) -> Tensor:
         from fedprior.kernels.draw_kernels import uniform_kernel
 
-        key = key.contiguous()
-        out = torch.empty(*key.shape, count, device=key.device)
-        if out.numel():
-            with target(key):
-                uniform_kernel[row_grid(key.numel(), count, BLOCK)](key, out, count, BLOCK=BLOCK)
-        return out
+        return _drawn(uniform_kernel, key, count, torch.float32)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:
@@ -100,12 +105,7 @@ class Bits(_Keyed):
     def forward(key: Tensor, count: int) -> Tensor:
         from fedprior.kernels.draw_kernels import bits_kernel
 
-        key = key.contiguous()
-        out = torch.empty(*key.shape, count, dtype=torch.int64, device=key.device)
-        if out.numel():
-            with target(key):
-                bits_kernel[row_grid(key.numel(), count, BLOCK)](key, out, count, BLOCK=BLOCK)
-        return out
+        return _drawn(bits_kernel, key, count, torch.int64)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:

@@ -5,32 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    means,
-    scales,
-    x_stride,
-    weight_stride,
-    bias_stride,
-    images,
-    eps,
-    C: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BC: tl.constexpr,
-    BS: tl.constexpr,
-):
-    """Normalises, and keeps each group's mean and inverse deviation."""
-    EACH: tl.constexpr = C // GROUPS
+def _place(images, GROUPS: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr):
+    """This program's group, image and client, and the group's channels and places."""
     group = tl.program_id(0) % GROUPS
     image = tl.program_id(0) // GROUPS % images
     client = (tl.program_id(0) // GROUPS // images).to(tl.int64)
-    c = tl.arange(0, BC)
-    s = tl.arange(0, BS)
+    return group, image, client, tl.arange(0, BC), tl.arange(0, BS)
+
+
+@triton.jit
+def norm_kernel(
+    x, weight, bias, out, means, scales, x_stride, weight_stride, bias_stride, images, eps,
+    C: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, AFFINE: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Normalises, and keeps each group's mean and inverse deviation."""
+    EACH: tl.constexpr = C // GROUPS
+    group, image, client, c, s = _place(images, GROUPS, BC, BS)
     known = (c < EACH)[:, None] & (s < SIZE)[None, :]
     at = (image * C + group * EACH) * SIZE + c[:, None] * SIZE + s[None, :]
     value = tl.load(x + client * x_stride + at, mask=known, other=0.0)
@@ -51,31 +42,13 @@ def norm_kernel(
 
 @triton.jit
 def norm_backward_kernel(
-    grad,
-    x,
-    weight,
-    means,
-    scales,
-    dx,
-    sums,
-    grad_stride,
-    x_stride,
-    weight_stride,
-    images,
-    C: tl.constexpr,
-    SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    BC: tl.constexpr,
-    BS: tl.constexpr,
-):
+    grad, x, weight, means, scales, dx, sums, grad_stride, x_stride, weight_stride, images,
+    C: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, AFFINE: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
     """The input's gradient, and each image's share of the weight's and the bias's."""
     EACH: tl.constexpr = C // GROUPS
-    group = tl.program_id(0) % GROUPS
-    image = tl.program_id(0) // GROUPS % images
-    client = (tl.program_id(0) // GROUPS // images).to(tl.int64)
-    c = tl.arange(0, BC)
-    s = tl.arange(0, BS)
+    group, image, client, c, s = _place(images, GROUPS, BC, BS)
     known = (c < EACH)[:, None] & (s < SIZE)[None, :]
     at = (image * C + group * EACH) * SIZE + c[:, None] * SIZE + s[None, :]
     row = client * images + image
