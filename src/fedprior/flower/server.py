@@ -59,8 +59,8 @@ class Round:
     faults: list[Record] = field(default_factory=list)
     packets: dict[int, bytes] = field(default_factory=dict)
     """By client; by −1 the one that all clients get."""
-    said: dict[int, Tree] = field(default_factory=dict)
-    """The same before they were rounded, where uploads are rounded as well."""
+    spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
+    """The same before they became bytes."""
 
 
 @dataclass
@@ -110,18 +110,24 @@ class Server:
         """What a client is sent in this round; one packet for all where all hear the same."""
         listener = self._listener(client)
         if listener not in turn.packets:
-            key = protocol.broadcast_keys(self.job.algorithm.prior, turn.draws.of(client))
-            spoken = protocol.speak(self.job.algorithm, turn.server, key, turn.down)
-            turn.packets[listener] = wire.encode(spoken.coded, turn.down, turn.number)
-            turn.floored |= floored(spoken.said)
-            if turn.up.precision:  # what a rounded upload refers to
-                turn.said[listener] = spoken.said
+            turn.packets[listener] = wire.encode(self._speak(turn, client).coded, turn.down, turn.number)
+            if turn.up.precision is None:  # nobody will ask again
+                del turn.spoken[listener]
         return turn.packets[listener]
 
     def read(self, turn: Round, client: int, data: bytes) -> Tree:
         """An upload, or a WireError; its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
-        return protocol.hear(coded, turn.up, turn.said[self._listener(client)] if turn.up.precision else None)
+        return protocol.hear(coded, turn.up, self._speak(turn, client).said if turn.up.precision else None)
+
+    def _speak(self, turn: Round, client: int) -> protocol.Spoken:
+        """The packet for a client, which is also what a rounded upload refers to."""
+        listener, algorithm = self._listener(client), self.job.algorithm
+        if listener not in turn.spoken:
+            key = protocol.broadcast_keys(algorithm.prior, turn.draws.of(client))
+            turn.spoken[listener] = protocol.speak(algorithm, turn.server, key, turn.down)
+            turn.floored |= floored(turn.spoken[listener].said)
+        return turn.spoken[listener]
 
     def _listener(self, client: int) -> int:
         return client if self.job.algorithm.prior.per_client else -1
