@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,15 +14,19 @@ Gates: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = dict[str, Params]
 """Sections by name, each a dictionary of tensors: a server state, a client state, a message."""
 
+Nest = TypeVar("Nest")
+"""Any nesting of dictionaries and tuples with tensors as leaves: what comes out has the type of what went in."""
 
-def tree_map(fn: Callable[..., Tensor], tree: Any, *rest: Any) -> Any:
+
+def tree_map(fn: Callable[..., Tensor], tree: Nest, *rest: Any) -> Nest:
     """Apply `fn` leaf by leaf to trees of the same structure."""
     if isinstance(tree, dict):
-        return {name: tree_map(fn, child, *(other[name] for other in rest)) for name, child in tree.items()}
+        named = {name: tree_map(fn, child, *(other[name] for other in rest)) for name, child in tree.items()}
+        return cast(Nest, named)
     if isinstance(tree, tuple):
         mapped = [tree_map(fn, *children) for children in zip(tree, *rest, strict=True)]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
-    return fn(tree, *rest)
+        return type(tree)(*mapped) if hasattr(tree, "_fields") else cast(Nest, tuple(mapped))
+    return cast(Nest, fn(tree, *rest))
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -45,14 +49,14 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def clone(tree: Any) -> Any:
+def clone(tree: Nest) -> Nest:
     """Copy a tree to new memory."""
     copies = tree_map(torch.empty_like, tree)
     copy_all([leaf for _, leaf in leaves(copies)], [leaf for _, leaf in leaves(tree)])
     return copies
 
 
-def stack(trees: Sequence[Any]) -> Any:
+def stack(trees: Sequence[Nest]) -> Nest:
     """Stack trees along a new leading dimension, one row per tree."""
     return tree_map(lambda *rows: torch.stack(rows), trees[0], *trees[1:])
 
@@ -73,7 +77,7 @@ class Stack:
         tree_map(lambda rows, leaf: rows[index].copy_(leaf), self.rows, tree)
 
 
-def row(tree: Any, index: int) -> Any:
+def row(tree: Nest, index: int) -> Nest:
     """One row of a stacked tree."""
     return tree_map(lambda leaf: leaf[index], tree)
 

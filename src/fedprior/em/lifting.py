@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fedprior.core.trees import Params
 from fedprior.em.algorithm import Algorithm
 
-Lift = Callable[[Callable[[Algorithm], Callable[..., Any]]], Callable[..., Any]]
+Result = TypeVar("Result")
+
+
+class Lift(Protocol):
+    """From a function that an algorithm has for one client, or run, to one for all of them."""
+
+    def __call__(self, chosen: Callable[[Algorithm], Callable[..., Result]], /) -> Callable[..., Result]: ...
 
 
 def lifting(algorithm: Algorithm, vectorised: bool, settings: Params | None = None) -> Lift:
@@ -19,7 +25,7 @@ def lifting(algorithm: Algorithm, vectorised: bool, settings: Params | None = No
     scalars of the prior in which stacked runs differ, one row for each client or run.
     """
 
-    def lift(chosen: Callable[[Algorithm], Callable[..., Any]]) -> Callable[..., Any]:
+    def lift(chosen: Callable[[Algorithm], Callable[..., Result]], /) -> Callable[..., Result]:
         if not vectorised:
             return chosen(algorithm)
         if not settings:

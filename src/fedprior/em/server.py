@@ -39,9 +39,8 @@ def m_step(
     absorbed = lift(lambda own: own.absorb)(absorbed, uploads)
     if optimiser is None:
         assignments = lift(_realise)(uploads, server)
-        solved: Tree = lift(lambda own: own.prior.solve)(assignments, absorbed, *counted)
-        final: Tree = lift(lambda own: partial(_settle, own, solved=True))(absorbed, solved)
-        return final
+        solved = lift(lambda own: own.prior.solve)(assignments, absorbed, *counted)
+        return lift(lambda own: partial(_settle, own, solved=True))(absorbed, solved)
     server, variables = absorbed, {section: server[section] for section in optimiser.values}
     if algorithm.prior.known_slope:
         grads = lift(lambda own: own.prior.slope)(uploads, server, *counted)
@@ -51,8 +50,7 @@ def m_step(
     optimiser.scale(rate)
     optimiser.step(grads)
     updated = lift(lambda own: own.prior.adjust)(server, {**server, **clone(optimiser.values)})
-    final = lift(lambda own: partial(_settle, own, solved=False))(server, updated)
-    return final
+    return lift(lambda own: partial(_settle, own, solved=False))(server, updated)
 
 
 def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Assignment]:
@@ -87,7 +85,5 @@ def _absorb(
     """The correction's part of the M-step. Where all count alike `fraction` is one number for all runs."""
     absorb = algorithm.correction.absorb
     if weight is None:
-        absorbed: Tree = lift(lambda _: partial(absorb, fraction=fraction))(server, uploads)
-    else:
-        absorbed = lift(lambda _: absorb)(server, uploads, fraction, weight)
-    return absorbed
+        return lift(lambda _: partial(absorb, fraction=fraction))(server, uploads)
+    return lift(lambda _: absorb)(server, uploads, fraction, weight)

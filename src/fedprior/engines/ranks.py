@@ -7,13 +7,13 @@ what the others' left behind, and takes the same M-step. Only the first rank wri
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fedprior.core import trees
+from fedprior.core.trees import Nest
 
 
 def count() -> int:
@@ -62,7 +62,7 @@ def share(clients: int) -> list[int]:
     return [min(rank() * each + i, clients - 1) for i in range(each)]
 
 
-def own(tree: Any, clients: int) -> Any:
+def own(tree: Nest, clients: int) -> Nest:
     """This rank's rows of what is stacked by client; alone, everything as it is."""
     if count() == 1:
         return tree
@@ -70,7 +70,7 @@ def own(tree: Any, clients: int) -> Any:
     return trees.tree_map(lambda leaf: leaf[places.to(leaf.device)], tree)
 
 
-def gather(tree: Any, clients: int) -> Any:
+def gather(tree: Nest, clients: int) -> Nest:
     """From every rank's share to the whole cohort, stacked by client, on every rank."""
     if count() == 1:
         return tree

@@ -87,14 +87,13 @@ class Captured:
     """A round as a CUDA graph. Replaying it costs one launch, however many kernels it holds."""
 
     def __init__(self, fn: Callable[[Inputs], Outputs], inputs: Inputs, pool: Any) -> None:
-        self.inputs: Inputs = Inputs(*(trees.tree_map(Tensor.clone, part) for part in inputs))
+        self.inputs = trees.tree_map(Tensor.clone, inputs)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.outputs = fn(self.inputs)
 
     def __call__(self, inputs: Inputs) -> Outputs:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            trees.tree_map(Tensor.copy_, mine, given)
+        trees.tree_map(Tensor.copy_, self.inputs, inputs)
         self.graph.replay()
         return self.outputs
 
