@@ -126,12 +126,12 @@ class Simulation:
                     self.algorithm, network, packet, batches, own, remembered, rate=rate, tamper=tamper
                 )
                 x, y = (part[data.test[client]].to(turn.root.device) for part in (data.test_x, data.test_y))
-                stacked.put(place, (tuple(step), sums(network, self.measures, model, x, y)))
+                stacked.put(place, (step, sums(network, self.measures, model, x, y)))
 
         with self.workers.side_by_side() as each:
             list(each(take_turn, range(len(places))))
-        step, scores = ranks.gather(stacked.rows, len(clients))
-        return EStep(*step), scores
+        gathered: tuple[EStep, Tensor] = ranks.gather(stacked.rows, len(clients))
+        return gathered
 
     def _hear(self, step: EStep, layout: wire.Layout, said: list[Tree]) -> tuple[Tree, int]:
         """The uploads as the server hears them, in place, and their bytes."""

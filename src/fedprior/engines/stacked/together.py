@@ -55,7 +55,7 @@ class Together:
         self.runs, self.device, self.capture = simulations, first.root.device, capture
         self.cohort, self.streamed = first.settings.clients_per_round, first.streamed
         self.algorithm = first.algorithm
-        self.server: Tree = trees.stack([sim.server for sim in simulations])
+        self.server = trees.stack([sim.server for sim in simulations])
         like = next(trees.leaves(self.server))[1]
         self.settings = own_settings([sim.algorithm.prior for sim in simulations], like)
         self.lift = lifting(self.algorithm, True, self.settings)
@@ -213,17 +213,16 @@ class Together:
         the scores of their hard assignments."""
         first, everyone = self.runs[0], len(self.runs) * self.cohort
         flat = (inputs.clients + self.base).flatten()
-        draws = trees.tree_map(Tensor.flatten, tuple(self._turns(inputs)))
-        rows = (flat, draws, packets, inputs.memory, self.of_clients)
-        flat, draws, packets, memory, settings = ranks.own(rows, everyone)
-        turn = Turn(*draws)
+        turn = trees.tree_map(Tensor.flatten, self._turns(inputs))
+        rows = (flat, turn, packets, inputs.memory, self.of_clients)
+        flat, turn, packets, memory, settings = ranks.own(rows, everyone)
         examples = self._examples("train", inputs, flat)
         batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         take_turn = partial(protocol.take_turn, rate=rate, tamper=tamper, vectorised=True, settings=settings)
         step, models = take_turn(self.algorithm, first.network, packets, batches, turn, memory)
         scores = self._scores(models, *self._examples("test", inputs, flat), shape.tests)
-        return EStep(*ranks.gather(tuple(step), everyone)), ranks.gather(scores, everyone)
+        return ranks.gather((step, scores), everyone)
 
     def _hear(self, step: EStep, said: Tree) -> tuple[Tree, Tensor]:
         """[runs, cohort, …]: the uploads as the servers hear them, and the bytes that a run is sent."""
