@@ -31,7 +31,7 @@ LIVELY = {
     },
     "fednarrow-unstructured": {"sparsity": 0.5, "dense_rounds": 0, "shrink": 0.3},
     "fednarrow+scaffold": {"sparsity": 0.5, "linear_rate": 0.5},
-    "feddrop": {"conv_rate": 0.4, "input_rate": 0.4, "linear_rate": 0.4, "noise": True},
+    "feddrop": {"input_rate": 0.4, "linear_rate": 0.4, "noise": True},
     "fedl1": {"strength": 0.5},
     "fedmedian": {"precision": 0.5},
 }

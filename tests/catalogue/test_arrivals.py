@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedprior
-from fedprior.catalogue.algorithms import ALGORITHMS
+from fedprior.catalogue.algorithms import ALGORITHMS, recorded_algorithm
 from fedprior.core.network import Network
 from fedprior.corrections import Correction, Scaffold
 from fedprior.priors import SpikeSlab
@@ -75,7 +75,8 @@ def test_spike_and_slabs_defaults_are_the_papers() -> None:
     ],
 )
 def test_the_settings_of_a_prior_arrive(name: str, settings: dict) -> None:
-    built = fedprior.algorithm(name, NETWORK, **settings, local_optimiser="SGD(lr=0.1)", server_optimiser="SGD(lr=0.3)")
+    optimisers = {"local_optimiser": "SGD(lr=0.1)", "server_optimiser": "SGD(lr=0.3)"}
+    built = recorded_algorithm(name, NETWORK, {**settings, **optimisers})  # also where the network has no convolution
     assert {key: getattr(built.prior, key) for key in settings} == settings
     assert (rates(built.local), rates(built.server)) == ({"weights": 0.1}, {"weights": 0.3})
     assert type(built.correction) is Correction

@@ -38,7 +38,7 @@ def test_bytes_of_a_round_are_those_of_its_messages(small_task, mode) -> None:
 def test_each_client_trains_the_sub_network_it_was_sent(small_task, mode) -> None:
     """Where everything is left out but the floor's unit, and clients do not move, an upload is its own packet."""
     task = small_task()
-    settings = {"conv_rate": 0.6, "linear_rate": 0.6, "input_rate": 0.6, "local_optimiser": "SGD(lr=0.0)"}
+    settings = {"linear_rate": 0.6, "input_rate": 0.6, "local_optimiser": "SGD(lr=0.0)"}
     sim = simulate(task, "feddrop", mode, settings, clients_per_round=6)
     before = {name: value.clone() for name, value in sim.server["weights"].items()}
     (record,) = engine([sim], mode).step(evaluate=False)

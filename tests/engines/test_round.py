@@ -283,7 +283,7 @@ FORCED = {
         {"lambda0": 100.0, "local_threshold_optimiser": HARD, "server_optimiser": "none"},
     ),
     "lasso": ("fedl1", {"strength": 50.0}),
-    "dropout": ("feddrop", {"conv_rate": 0.999, "linear_rate": 0.999, "input_rate": 0.999}),
+    "dropout": ("feddrop", {"linear_rate": 0.999, "input_rate": 0.999}),
 }
 
 

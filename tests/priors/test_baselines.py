@@ -29,7 +29,7 @@ def test_feddrop_has_its_rates_where_the_paper_has_them() -> None:
     ).prior
     assert isinstance(chosen, FixedGates)
     assert chosen.rates == {"conv1": 0.05, "conv2": 0.2, "fc1": 0.4, "fc2": 0.03}
-    without = fedprior.algorithm("feddrop", network, conv_rate=0.2, input_rate=0.05, ungated=("conv1",)).prior
+    without = fedprior.algorithm("feddrop", network, conv_rate=0.2, ungated=("conv1",)).prior
     assert isinstance(without, FixedGates)
     assert without.rates["conv2"] == 0.2, "it reads conv1, whether conv1 has gates or not"
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedprior
+from fedprior.catalogue.algorithms import recorded_algorithm
 from fedprior.catalogue.models import LeNet5, ResNet20, initialise
 from fedprior.core import keys, trees
 from fedprior.core.errors import FedpriorWarning, SettingError
@@ -187,8 +188,8 @@ def test_asking_for_nothing_is_fedavg(small_task):
 def test_asking_for_nothing_with_dropout_is_feddrop(small_task):
     """The same sub-networks by the same keys; FedDrop alone ships its weights as they are."""
     task = small_task(dtype=torch.float64)
-    rates = {"conv_rate": 0.3, "linear_rate": 0.4, "server_optimiser": "Adam(lr=0.01)"}
-    nothing = fedprior.algorithm("fednarrow", task.network, sparsity=0.0, **rates)
+    rates = {"linear_rate": 0.4, "server_optimiser": "Adam(lr=0.01)"}
+    nothing = fedprior.algorithm("fednarrow", task.network, sparsity=0.0, conv_rate=0.3, **rates)
     dropout = fedprior.algorithm("feddrop", task.network, input_rate=0.3, output_rate=0.0, **rates)
     found, expected = (fedprior.run(task, one, rounds=4) for one in (nothing, dropout))
     assert found.summary["bytes_up"] == expected.summary["bytes_up"]
@@ -232,13 +233,13 @@ def test_the_shipped_network_has_of_a_unit_what_clients_have_on_average():
 def test_only_hidden_units_are_left_out():
     """Neither outputs nor the data's own features; and where there are no hidden neurons all get the same network."""
     network = Network(ResNet20(3, 100), torch.zeros(3, 32, 32))
-    assert not fedprior.algorithm("fednarrow", network, sparsity=0.5, linear_rate=0.5).prior.per_client
+    assert not recorded_algorithm("fednarrow", network, {"sparsity": 0.5, "linear_rate": 0.5}).prior.per_client
     network = Network(LeNet5(1, 28, 10), torch.zeros(1, 28, 28))
     prior = fedprior.algorithm("fednarrow", network, sparsity=0.5, linear_rate=0.5, gate_output=True).prior
     assert (prior.rate("fc1"), prior.rate("fc2")) == (0.5, 0.0)
     network = Network(net_of(5, 8, 3), torch.zeros(5))
-    inputs = fedprior.algorithm("fednarrow", network, sparsity=0.3, linear_rate=0.5, linear_gates="inputs").prior
-    assert not inputs.per_client
+    given = {"sparsity": 0.3, "linear_rate": 0.5, "linear_gates": "inputs"}
+    assert not recorded_algorithm("fednarrow", network, given).prior.per_client
 
 
 def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
@@ -252,7 +253,7 @@ def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
     ("wrong", "words"),
     [
         ({"sparsity": 1.0}, "sparsity must lie between 0 and 0."),
-        ({"sparsity": 0.5, "max_parameters": 100}, "the same thing twice"),
+        ({"sparsity": 0.5, "max_parameters": 100}, "max_parameters says how large"),
         ({"max_parameters": 0}, "max_parameters must be at least 1"),
         ({"max_parameters": 1}, "sparsity must lie between 0 and 0."),
         ({"sparsity": -0.1}, "sparsity must lie"),
@@ -261,7 +262,7 @@ def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
         ({"sparsity": 0.5, "precision": -1.0}, "precision must be at least 0"),
         ({"sparsity": 0.5, "linear_rate": 1.0}, "linear_rate must be at least 0 and below 1"),
         ({"sparsity": 0.5, "conv_rate": -0.1}, "conv_rate must be at least 0 and below 1"),
-        ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "fednarrow-unstructured has none"),
+        ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "it is about units"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):

@@ -6,17 +6,19 @@ are compared should differ in their priors. The paper's Adam is a setting of the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
+from fedprior.catalogue import options
 from fedprior.core.errors import SettingError, described
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
-from fedprior.core.options import convert, nearest, options_of, resolve
+from fedprior.core.options import check_effect, convert, nearest, options_of, resolve
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.corrections import Correction, Scaffold
 from fedprior.em import Algorithm
 from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
-from fedprior.units import Gating, UnitGating, WeightGating, find_structure
+from fedprior.units import Gating, UnitGating, find_structure
 
 SGD = Optimiser.preset("SGD", lr=0.05)
 MEAN = Optimiser.preset("SGD", lr=1.0)
@@ -26,11 +28,11 @@ MEAN = Optimiser.preset("SGD", lr=1.0)
 def gaussian(
     network: Network,
     *,
-    precision: float = 0.0,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
-    average: bool = False,
+    precision: options.Precision = 0.0,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
+    average: options.Average = False,
 ) -> Algorithm:
     """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
     return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, average)
@@ -39,10 +41,10 @@ def gaussian(
 def laplace(
     network: Network,
     *,
-    precision: float = 1e-3,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
+    precision: options.Precision = 1e-3,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
 ) -> Algorithm:
     """A Laplace prior of precision λ; without a server optimiser the M-step is the median, with one a sign gradient."""
     return _weights_only(Laplace(precision), local_optimiser, server_optimiser, scaffold)
@@ -51,12 +53,12 @@ def laplace(
 def mixture(
     network: Network,
     *,
-    components: int = 3,
-    precision: float = 0.1,
-    spread: float = 0.1,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
+    components: options.Components = 3,
+    precision: options.Precision = 0.1,
+    spread: options.Spread = 0.1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
 ) -> Algorithm:
     """A mixture of Gaussians; without a server optimiser the M-step is the responsibility-weighted mean."""
     return _weights_only(Mixture(components, precision, spread), local_optimiser, server_optimiser, scaffold)
@@ -65,26 +67,23 @@ def mixture(
 def fixed_gates(
     network: Network,
     *,
-    conv_rate: float = 0.1,
-    linear_rate: float = 0.5,
-    input_rate: float = 0.01,
-    output_rate: float = 0.01,
-    noise: bool = False,
-    precision: float = 0.0,
-    ungated: tuple[str, ...] = (),
-    floor: int = 1,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
-    average: bool = False,
+    conv_rate: options.ConvRate = 0.1,
+    linear_rate: options.LinearRate = 0.5,
+    input_rate: options.InputRate = 0.01,
+    output_rate: options.OutputRate = 0.01,
+    noise: options.Noise = False,
+    precision: options.Precision = 0.0,
+    ungated: options.Ungated = (),
+    floor: options.Floor = 1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
+    average: options.Average = False,
 ) -> Algorithm:
     """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
     structure = find_structure(network.module, network.example, gate_output=output_rate > 0, ungated=ungated)
-    rates = {}
-    for layer in structure.layers:
-        rate = conv_rate if layer.kind == "conv" else linear_rate
-        rate = input_rate if layer.name in structure.input_layers else rate
-        rates[layer.name] = output_rate if layer.name in structure.output_layers else rate
+    given = {"conv_rate": conv_rate, "linear_rate": linear_rate, "input_rate": input_rate, "output_rate": output_rate}
+    rates = {layer: given[name] for layer, name in options.rate_names(structure).items()}
     prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
 
@@ -92,46 +91,46 @@ def fixed_gates(
 def group_lasso(
     network: Network,
     *,
-    strength: float = 2e-3,
-    gate_output: bool = False,
-    linear_gates: str = "outputs",
-    ungated: tuple[str, ...] = (),
-    floor: int = 1,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
+    strength: options.Strength = 2e-3,
+    gate_output: options.GateOutput = False,
+    linear_gates: options.LinearGates = "outputs",
+    ungated: options.Ungated = (),
+    floor: options.Floor = 1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
 ) -> Algorithm:
     """Group lasso at the client, with its strength as the threshold of both sides."""
-    prior = GroupLasso(_gating(network, True, gate_output, linear_gates, ungated, floor), strength)
+    prior = GroupLasso(options.gating(network, True, gate_output, linear_gates, ungated, floor), strength)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
 
 
 def spike_slab(
     network: Network,
     *,
-    structured: bool = True,
-    lambda0: float = 5e-6,
-    precision: float = 0.0,
-    cross_entropy: float = 1e-4,
-    temperature: float = 1e-3,
-    theta_start: float = 0.99,
-    prune_below: float = 0.1,
-    dense_rounds: int = 0,
-    prune_server: bool = True,
-    thresholds: str = "stay",
-    gate_output: bool = False,
-    linear_gates: str = "outputs",
-    ungated: tuple[str, ...] = (),
-    floor: int = 1,
-    local_optimiser: Optimiser = SGD,
-    local_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-3),
-    server_optimiser: Optimiser | None = MEAN,
-    server_threshold_optimiser: Optimiser = Optimiser.preset("Adamax", lr=1e-2),
-    scaffold: bool = False,
+    structured: options.Structured = True,
+    lambda0: options.Lambda0 = 5e-6,
+    precision: options.Precision = 0.0,
+    cross_entropy: options.CrossEntropy = 1e-4,
+    temperature: options.Temperature = 1e-3,
+    theta_start: options.ThetaStart = 0.99,
+    prune_below: options.PruneBelow = 0.1,
+    dense_rounds: options.DenseRounds = 0,
+    prune_server: options.PruneServer = True,
+    thresholds: options.Thresholds = "stay",
+    gate_output: options.GateOutput = False,
+    linear_gates: options.LinearGates = "outputs",
+    ungated: options.Ungated = (),
+    floor: options.Floor = 1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    local_threshold_optimiser: options.LocalThresholdOptimiser = Optimiser.preset("Adamax", lr=1e-3),
+    server_optimiser: options.ServerOptimiser = MEAN,
+    server_threshold_optimiser: options.ServerThresholdOptimiser = Optimiser.preset("Adamax", lr=1e-2),
+    scaffold: options.Scaffold = False,
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
     prior = SpikeSlab(
-        gating=_gating(network, structured, gate_output, linear_gates, ungated, floor),
+        gating=options.gating(network, structured, gate_output, linear_gates, ungated, floor),
         lambda0=lambda0,
         precision=precision,
         cross_entropy=cross_entropy,
@@ -150,61 +149,47 @@ def spike_slab(
 def narrow(
     network: Network,
     *,
-    structured: bool = True,
-    sparsity: float | None = None,
-    max_parameters: int | None = None,
-    precision: float = 0.0,
-    dense_rounds: int | None = None,
-    shrink: float | None = None,
-    conv_rate: float = 0.0,
-    linear_rate: float = 0.0,
-    gate_output: bool = False,
-    linear_gates: str = "outputs",
-    ungated: tuple[str, ...] = (),
-    floor: int = 1,
-    local_optimiser: Optimiser = SGD,
-    server_optimiser: Optimiser | None = None,
-    scaffold: bool = False,
-    average: bool = False,
+    structured: options.Structured = True,
+    sparsity: options.Sparsity = None,
+    max_parameters: options.MaxParameters = None,
+    precision: options.Precision = 0.0,
+    dense_rounds: options.LaterDenseRounds = None,
+    shrink: options.Shrink = None,
+    conv_rate: options.DrawnConvRate = 0.0,
+    linear_rate: options.DrawnLinearRate = 0.0,
+    gate_output: options.GateOutput = False,
+    linear_gates: options.LinearGates = "outputs",
+    ungated: options.Ungated = (),
+    floor: options.Floor = 1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    server_optimiser: options.ServerOptimiser = None,
+    scaffold: options.Scaffold = False,
+    average: options.Average = False,
 ) -> Algorithm:
     """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
 
     The size is a sparsity or a number of parameters at most; half of the network where neither is said.
     """
-    gating = _gating(network, structured, gate_output, linear_gates, ungated, floor)
+    gating = options.gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
-        sparsity = _at_most(max_parameters, sparsity, gating)
+        sparsity = _at_most(max_parameters, gating)
     # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
     dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
     share = (0.05 if dense else 1.0) if shrink is None else shrink
-    drawn = _drawn(gating, conv_rate, linear_rate)
+    drawn = options.drawn_kinds(gating)
+    if not any(conv_rate if kind == "conv" else linear_rate for kind in drawn.values()):
+        drawn = {}  # no unit is ever left out
     wanted = 0.5 if sparsity is None else sparsity
     yields = dense_rounds is None and shrink is None
     prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn, yields)
     return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
 
 
-def _at_most(parameters: int, sparsity: float | None, gating: Gating) -> float:
+def _at_most(parameters: int, gating: Gating) -> float:
     """The sparsity that leaves so many parameters."""
-    if sparsity is not None:
-        raise SettingError("sparsity and max_parameters say the same thing twice: give one of them")
     if parameters < 1:
         raise SettingError(f"max_parameters must be at least 1, got {parameters}")
     return max(0.0, 1 - parameters / gating.parameters)
-
-
-def _drawn(gating: Gating, conv: float, linear: float) -> dict[str, str]:
-    """Of every layer whose units may be left out whether it is a convolution or linear; nothing if none ever is.
-
-    Not the output's units, and not those of gates on inputs, which may be the data's own.
-    """
-    if not isinstance(gating, UnitGating):
-        if conv or linear:
-            raise SettingError("conv_rate and linear_rate are of units: fednarrow-unstructured has none")
-        return {}
-    outputs = gating.structure.output_layers
-    kinds = {x.name: x.kind for x in gating.structure.layers if x.axis == 0 and x.name not in outputs}
-    return kinds if any(conv if kind == "conv" else linear for kind in kinds.values()) else {}
 
 
 def _weights_only(
@@ -219,19 +204,6 @@ def _correction(scaffold: bool, local: Optimiser) -> Correction:
     if scaffold and local.name != "SGD":
         raise SettingError(f"SCAFFOLD reads gradients off what SGD has moved; the local optimiser is {local}")
     return Scaffold() if scaffold else Correction()
-
-
-def _gating(
-    network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
-) -> Gating:
-    if structured:
-        structure = find_structure(
-            network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
-        )
-        return UnitGating(structure, floor=floor)
-    if gate_output or ungated or linear_gates != "outputs":
-        raise SettingError("gate_output, linear_gates and ungated are of units: here every weight has a gate")
-    return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
 
 
 @dataclass(frozen=True)
@@ -334,8 +306,26 @@ def _unknown(name: str) -> SettingError:
 
 def algorithm(name: str, network: Network, **settings: Any) -> Algorithm:
     """A named algorithm for a network: `algorithm("fedsparse", network, lambda0=5e-5)`."""
+    return asked_algorithm(name, network, settings)
+
+
+def asked_algorithm(
+    name: str, network: Network, settings: Mapping[str, Any], usual: Mapping[str, Any] = MappingProxyType({})
+) -> Algorithm:
+    """A named algorithm with the settings asked for, over those that are `usual` on a task.
+
+    A setting without effect is refused where it was asked for.
+    """
     if not isinstance(network, Network):
         raise SettingError(f"an algorithm is built for a Network, as task.network; got {described(network)}")
+    known, chosen = options_of(entry(name).build), {**usual, **settings}
+    asked = {key: known[key] for key in settings if key in known}
+    check_effect(asked, algorithm_settings(name, chosen), network=network)
+    return recorded_algorithm(name, network, chosen)
+
+
+def recorded_algorithm(name: str, network: Network, settings: Mapping[str, Any]) -> Algorithm:
+    """The same as a run recorded it, which may be older than a refusal of settings without effect."""
     resolved = algorithm_settings(name, settings)
     built = entry(name).build(network, **resolved)
     built.prior.check()

@@ -49,11 +49,11 @@ def tasks_command() -> None:
     from rich.table import Table
 
     from fedprior.catalogue.tasks import TASKS, task_options
-    from fedprior.core.options import plain
+    from fedprior.core.options import listed, options_of
 
     table = Table("task", "what", "options")
     for name, build in TASKS.items():
-        options = ", ".join(f"{key}={plain(value)}" for key, value in task_options(name, {}).items())
+        options = listed(options_of(build), task_options(name, {}))
         table.add_row(name, str(build.__doc__).strip().splitlines()[0], options)
     console.print(table)
 
@@ -64,10 +64,10 @@ def algorithms_command() -> None:
     from rich.text import Text
 
     from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings, entry
-    from fedprior.core.options import plain
+    from fedprior.core.options import listed, options_of
 
     for name in ALGORITHMS:
-        settings = ", ".join(f"{key}={plain(value)}" for key, value in algorithm_settings(name, {}).items())
+        settings = listed(options_of(entry(name).build), algorithm_settings(name, {}))
         about = f"  prior: {entry(name).prior}  M-step: {entry(name).m_step}"
         console.print(Text.assemble((name, "bold"), about))
         console.print(Padding(settings, (0, 0, 1, 4)))

@@ -36,6 +36,8 @@ class About:
     above: float | None = None
     most: float | None = None
     below: float | None = None
+    unsaid: str = ""
+    """What none stands for, where it is the default."""
     machine: bool = False
     """Whether it says where and how a run is computed, not what: two runs that differ in it are one and the same."""
     simulated: bool = False
@@ -166,6 +168,12 @@ def plain(value: Any) -> Any:
 def table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as a table of a run's config holds them."""
     return {name: plain(value) for name, value in values.items()}
+
+
+def listed(known: Mapping[str, Option], defaults: Mapping[str, Any]) -> str:
+    """Settings with their defaults in a line: `rate=0.5, limit=none (10)`."""
+    unsaid = {name: f" ({option.about.unsaid})" for name, option in known.items() if option.about.unsaid}
+    return ", ".join(f"{name}={plain(value)}{unsaid.get(name, '')}" for name, value in defaults.items())
 
 
 def resolve(factory: Callable[..., Any], given: Mapping[str, Any], what: str) -> dict[str, Any]:

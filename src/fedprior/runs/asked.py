@@ -5,8 +5,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, algorithm_settings, check_sized, run_settings
-from fedprior.catalogue.algorithms import algorithm as named_algorithm
+from fedprior.catalogue.algorithms import (
+    ALGORITHMS,
+    SIZES,
+    algorithm_settings,
+    asked_algorithm,
+    check_sized,
+    run_settings,
+)
 from fedprior.catalogue.tasks import Task, task_options
 from fedprior.catalogue.tasks import task as named_task
 from fedprior.core.errors import SettingError, described
@@ -73,8 +79,8 @@ def assemble(
         task = named_task(task, seed=run_settings(run).seed, **task_settings or {})
     check_kind(task, Task, "task")
     if isinstance(algorithm, str):
-        own = {**task.algorithms.get(algorithm, {}), **(algorithm_settings or {})}
-        algorithm = named_algorithm(algorithm, task.network, **own)
+        usual = task.algorithms.get(algorithm, {})
+        algorithm = asked_algorithm(algorithm, task.network, algorithm_settings or {}, usual)
     check_kind(algorithm, Algorithm, "algorithm")
     seed = {} if task.seed is None else {"seed": task.seed}
     data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients)

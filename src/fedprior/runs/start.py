@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedprior.catalogue.algorithms import SIZES, run_settings
-from fedprior.catalogue.algorithms import algorithm as named_algorithm
-from fedprior.catalogue.tasks import TASKS, Task, is_file
-from fedprior.catalogue.tasks import task as named_task
+from fedprior.catalogue.algorithms import SIZES, recorded_algorithm, run_settings
+from fedprior.catalogue.tasks import TASKS, Task, is_file, recorded_task
 from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
-from fedprior.core.options import convert, table
-from fedprior.core.settings import RUN_OPTIONS, Settings
+from fedprior.core.options import Option, convert, table
+from fedprior.core.settings import Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
 from fedprior.engines.settings import build
@@ -131,7 +129,7 @@ def resume(
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
         if rounds is not None:
-            rounds = convert(RUN_OPTIONS["rounds"], rounds)
+            rounds = convert(Option("rounds", int, None), rounds)  # its range depends on what there is
             done = len(folder.records())
             if rounds < max(done, 1):
                 raise RunError(
@@ -165,13 +163,13 @@ def rebuild(
                 f"{path} trained a task of your own, {about['task']!r}; "
                 f"{call} it from Python: {call}({str(path)!r}, task=…)"
             )
-        task = named_task(about["task"], **{"seed": chosen.seed, **options})
+        task = recorded_task(about["task"], options.pop("seed", chosen.seed), options)
     if algorithm is None:
         if about["algorithm"] == "own":
             raise RunError(
                 f"{path} used an algorithm of your own; {call} it from Python: {call}({str(path)!r}, algorithm=…)"
             )
-        algorithm = named_algorithm(about["algorithm"], task.network, **algorithm_options)
+        algorithm = recorded_algorithm(about["algorithm"], task.network, algorithm_options)
     else:
         _check_algorithm(folder, algorithm, about["algorithm"])
     return about, chosen, task, algorithm

@@ -7,9 +7,9 @@ from typing import Any
 from fedprior.catalogue.tasks.base import Task, own_task
 from fedprior.catalogue.tasks.files import file_options, file_task, full, is_file, short
 from fedprior.catalogue.tasks.named import TASKS
-from fedprior.core.options import nearest, resolve
+from fedprior.core.options import check_effect, nearest, options_of, resolve
 
-__all__ = ["TASKS", "Task", "full", "is_file", "own_task", "short", "task", "task_options"]
+__all__ = ["TASKS", "Task", "full", "is_file", "own_task", "recorded_task", "short", "task", "task_options"]
 
 
 def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,8 +23,13 @@ def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def task(name: str, seed: int = 0, **options: Any) -> Task:
     """A task by name, `task("mnist-mini", seed=1, alpha=0.5)`, or by file and function, `task("file.py:make_task")`."""
+    check_effect(options_of(TASKS[name]) if name in TASKS else {}, task_options(name, options))
+    return recorded_task(name, seed, options)
+
+
+def recorded_task(name: str, seed: int, options: Mapping[str, Any]) -> Task:
+    """The same as a run recorded it, which may be older than a refusal of options without effect."""
     if is_file(name):
         made, given = file_task(name, seed, options)
         return replace(made, name=full(name), options=given, seed=seed)
-    resolved = task_options(name, options)
-    return replace(TASKS[name](seed, **resolved), seed=seed)
+    return replace(TASKS[name](seed, **task_options(name, options)), seed=seed)

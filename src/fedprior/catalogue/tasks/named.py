@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedprior.catalogue import options
 from fedprior.catalogue.data import by_writer, dirichlet, hub, pachinko, single_class
 from fedprior.catalogue.data.embedded import mnist_mini as embedded_digits
 from fedprior.catalogue.data.images import Images, check_pixels, numbered_labels
@@ -40,15 +41,15 @@ DROPOUT = {name: {**ADAM, "linear_rate": 0.5} for name in ("fednarrow", "fednarr
 def mnist_mini(
     seed: int,
     *,
-    clients: int = 100,
-    alpha: float = 10.0,
-    init: str = "glorot",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    clients: options.Clients = 100,
+    alpha: options.Alpha = 10.0,
+    init: options.Init = "glorot",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """LeNet-5 on 12,000 embedded MNIST digits, divided by Dirichlet(α) among clients."""
-    options = _options(locals())
+    chosen = _options(locals())
     images = embedded_digits(validation, pixels)
     parts = dirichlet(images.y, images.test_y, clients, alpha, _either(partition_seed, seed))
     adam = {"server_optimiser": "Adam(lr=0.003)"}
@@ -66,23 +67,23 @@ def mnist_mini(
                 for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold")
             },
         },
-        options=options,
+        options=chosen,
     )
 
 
 def cifar10(
     seed: int,
     *,
-    clients: int = 100,
-    alpha: float = 1.0,
-    init: str = "default",
-    data_dir: str = "",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    clients: options.Clients = 100,
+    alpha: options.Alpha = 1.0,
+    init: options.Init = "default",
+    data_dir: options.DataDir = "",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """LeNet-5 on CIFAR-10, divided by Dirichlet(α) among clients: the paper's first experiment."""
-    options = _options(locals())
+    chosen = _options(locals())
     images, _ = load(hub.CIFAR10.repository, data_dir, validation, pixels)
     return _image_task(
         "cifar10",
@@ -92,25 +93,25 @@ def cifar10(
         classes=10,
         defaults={**EQUAL, "rounds": 1000, "batch_size": 64, "evaluate_every": 10},
         algorithms={**dict.fromkeys(COMPARED, ADAM), **DROPOUT},
-        options=options,
+        options=chosen,
     )
 
 
 def cifar100(
     seed: int,
     *,
-    clients: int = 500,
-    alpha: float = 0.1,
+    clients: options.Clients = 500,
+    alpha: options.Alpha = 0.1,
     beta: float = 10.0,
     norm: str = "group",
-    init: str = "default",
-    data_dir: str = "",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    init: options.Init = "default",
+    data_dir: options.DataDir = "",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """ResNet20 with group or batch norm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
-    options = _options(locals())
+    chosen = _options(locals())
     images, (coarse, test_coarse) = load(hub.CIFAR100.repository, data_dir, validation, pixels)
     return _image_task(
         "cifar100",
@@ -123,7 +124,7 @@ def cifar100(
             **dict.fromkeys(COMPARED, ADAM),
             "feddrop": {**ADAM, "conv_rate": 0.1, "output_rate": 0.0},
         },
-        options=options,
+        options=chosen,
     )
 
 
@@ -131,14 +132,14 @@ def femnist(
     seed: int,
     *,
     test_fraction: float = 0.1,
-    init: str = "default",
-    data_dir: str = "",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    init: options.Init = "default",
+    data_dir: options.DataDir = "",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
-    options = _options(locals())
+    chosen = _options(locals())
     x, y, owners, scale = load_femnist(data_dir, pixels)
     division = _either(partition_seed, seed)
     train, test = by_writer(owners, division, test_fraction)
@@ -158,7 +159,7 @@ def femnist(
             "fedl1": {**ADAM, "strength": 1e-3},
             **DROPOUT,
         },
-        options=options,
+        options=chosen,
         classes=62,
     )
 
@@ -166,15 +167,15 @@ def femnist(
 def mnist_scaffold(
     seed: int,
     *,
-    clients: int = 100,
-    init: str = "default",
-    data_dir: str = "",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    clients: options.Clients = 100,
+    init: options.Init = "default",
+    data_dir: options.DataDir = "",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """Logistic regression on MNIST, every user with a single class: the paper's SCAFFOLD experiment."""
-    options = _options(locals())
+    chosen = _options(locals())
     images, _ = load(hub.MNIST.repository, data_dir, validation, pixels)
     return _image_task(
         "mnist-scaffold",
@@ -187,7 +188,7 @@ def mnist_scaffold(
         algorithms={
             name: {"structured": False} for one in ("fedsparse", "fednarrow") for name in (one, f"{one}+scaffold")
         },
-        options=options,
+        options=chosen,
     )
 
 
@@ -203,18 +204,18 @@ def hub_images(
     side: int = 0,
     model: str = "lenet5",
     partition: str = "dirichlet",
-    clients: int = 100,
-    alpha: float = 1.0,
-    shards: int = 2,
+    clients: options.DividedClients = 100,
+    alpha: options.DividedAlpha = 1.0,
+    shards: options.DividedShards = 2,
     column: str = "",
-    init: str = "default",
-    data_dir: str = "",
-    validation: bool = False,
-    pixels: str = "standard",
-    partition_seed: int | None = None,
+    init: options.Init = "default",
+    data_dir: options.DataDir = "",
+    validation: options.Validation = False,
+    pixels: options.Pixels = "standard",
+    partition_seed: options.PartitionSeed = None,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided as `partition` says."""
-    options = _options(locals())
+    chosen = _options(locals())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
         raise SettingError(f"name a set of the Hub, as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}")
     if side < 0:
@@ -248,7 +249,7 @@ def hub_images(
         lambda: initialise(lambda: for_images(model, tuple(images.x.shape[1:]), classes), init, seed),
         defaults={"rounds": 100, "batch_size": 20, "evaluate_every": 5},
         algorithms=dict.fromkeys(COMPARED, ADAM),
-        options=options,
+        options=chosen,
         classes=classes,
     )
 

@@ -1,0 +1,166 @@
+"""What the settings of algorithms and tasks are, and when one of them has no effect: the types of their parameters.
+
+`idle` is asked with all settings of an algorithm, or of a task, as attributes; beside those of an algorithm with the
+`network` that it is for.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fedprior.core.network import Network
+from fedprior.core.optimisers import Optimiser
+from fedprior.core.options import About
+from fedprior.units import Gating, Structure, UnitGating, WeightGating, find_structure
+
+
+# ---------------------------------------------------------------------- which unit a rate is for
+def gating(
+    network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
+) -> Gating:
+    """The gates of an algorithm with these settings: one a unit, or one a weight."""
+    if structured:
+        structure = find_structure(
+            network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
+        )
+        return UnitGating(structure, floor=floor)
+    return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
+
+
+def rate_names(structure: Structure) -> dict[str, str]:
+    """Of every gated layer the rate that FedDrop has for it: of inputs and outputs there are rates of their own."""
+    names = {}
+    for layer in structure.layers:
+        name = f"{layer.kind}_rate" if layer.name not in structure.input_layers else "input_rate"
+        names[layer.name] = "output_rate" if layer.name in structure.output_layers else name
+    return names
+
+
+def drawn_kinds(gates: Gating) -> dict[str, str]:
+    """Of every layer whose units FedNarrow may leave out whether it is `conv` or `linear`.
+
+    Not the output's units, and not those of gates on inputs, which may be the data's own.
+    """
+    if not isinstance(gates, UnitGating):
+        return {}
+    outputs = gates.structure.output_layers
+    return {x.name: x.kind for x in gates.structure.layers if x.axis == 0 and x.name not in outputs}
+
+
+# ---------------------------------------------------------------------- settings without effect, and why
+def _not_of_weights(chosen: Any) -> str:
+    return (
+        "" if getattr(chosen, "structured", True) else "it is about units, and here every weight has a gate of its own"
+    )
+
+
+def _rates(chosen: Any) -> Mapping[str, str]:
+    network, gate_output = chosen.network, chosen.output_rate > 0
+    return rate_names(find_structure(network.module, network.example, gate_output=gate_output, ungated=chosen.ungated))
+
+
+def _rate(name: str, layer: str, what: str) -> About:
+    """FedDrop's rate of that name, for such a layer."""
+
+    def idle(chosen: Any) -> str:
+        there = not getattr(chosen, name) or name in _rates(chosen).values()  # a rate of 0 is kept in any case
+        return "" if there else f"the network has no gated {layer}"
+
+    return About(f"how often {what} is left out of what a client is sent", idle=idle)
+
+
+def _drawn_rate(kind: str, layer: str, unit: str) -> About:
+    """FedNarrow's rate of that kind of layer."""
+
+    def idle(chosen: Any) -> str:
+        names = ("network", "structured", "gate_output", "linear_gates", "ungated", "floor")
+        there = kind in drawn_kinds(gating(*(getattr(chosen, name) for name in names))).values()
+        return _not_of_weights(chosen) or ("" if there else f"the network has no {layer} whose units may be left out")
+
+    return About(f"how often a {unit} that is kept is left out of what a client is sent", idle=idle)
+
+
+def _nothing_dropped(chosen: Any) -> str:
+    rates = {getattr(chosen, name) for name in _rates(chosen).values()}
+    return "" if any(rates) else "no unit is ever left out; give a rate above 0"
+
+
+def _solved(chosen: Any) -> str:
+    return "" if chosen.server_optimiser else "the closed-form M-step sets the thresholds; give a server_optimiser"
+
+
+def _said_twice(chosen: Any) -> str:
+    return "" if chosen.max_parameters is None else "max_parameters says how large the network is; give one of them"
+
+
+def _one_component(chosen: Any) -> str:
+    return "" if chosen.components > 1 else "there is only one component"
+
+
+# ---------------------------------------------------------------------- settings of algorithms
+LocalOptimiser = Annotated[Optimiser, About("the clients' optimiser of weights")]
+ServerOptimiser = Annotated[Optimiser | None, About("the server's optimiser of weights; none: the closed-form M-step")]
+Scaffold = Annotated[bool, About("whether control variates correct the clients' gradients")]
+Average = Annotated[bool, About("whether the server ships the average of its last rounds, not the last one")]
+Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
+Components = Annotated[int, About("K, the number of models that the server has")]
+Spread = Annotated[float, About("how far apart the components start; 1: as initialisations do", idle=_one_component)]
+Strength = Annotated[float, About("of the group lasso, and the threshold of both sides")]
+ConvRate = Annotated[float, _rate("conv_rate", "convolution between its input and its output", "a filter")]
+LinearRate = Annotated[float, _rate("linear_rate", "linear layer between its input and its output", "a neuron")]
+InputRate = Annotated[float, _rate("input_rate", "layer that reads the input", "a unit that reads the input")]
+OutputRate = Annotated[float, About("the same of a unit of the output")]
+Noise = Annotated[bool, About("whether clients have dropout of the same rates besides", idle=_nothing_dropped)]
+Structured = Annotated[bool, About("whether a gate is of a unit, or of a single weight")]
+GateOutput = Annotated[bool, About("whether units of the output have gates", idle=_not_of_weights)]
+LinearGates = Annotated[
+    str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_not_of_weights)
+]
+Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
+Floor = Annotated[int, About("how many gates of a layer stay open at least")]
+Lambda0 = Annotated[float, About("λ₀, what an active parameter costs")]
+CrossEntropy = Annotated[float, About("κ, how much a client's gates heed the server's")]
+Temperature = Annotated[float, About("T of the gates' probabilities")]
+ThetaStart = Annotated[float, About("the gates' probability at the start")]
+PruneBelow = Annotated[float, About("the probability below which a gate is closed")]
+DenseRounds = Annotated[int, About("rounds before the first gate closes")]
+PruneServer = Annotated[bool, About("whether the server prunes its own model")]
+Thresholds = Annotated[
+    str, About("whether thresholds `stay` or `follow` when the server's step moves the weights", idle=_solved)
+]
+LocalThresholdOptimiser = Annotated[Optimiser, About("the clients' optimiser of thresholds")]
+ServerThresholdOptimiser = Annotated[Optimiser, About("the server's optimiser of thresholds", idle=_solved)]
+Sparsity = Annotated[
+    float | None, About("the share of parameters to be gone", unsaid="0.5 without max_parameters", idle=_said_twice)
+]
+MaxParameters = Annotated[int | None, About("how many parameters there may be at most")]
+LaterDenseRounds = Annotated[int | None, About("rounds before the first gate closes", unsaid="0; of single weights 20")]
+Shrink = Annotated[
+    float | None, About("the most of the network that goes in a round", unsaid="1; after dense rounds 0.05")
+]
+DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
+DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]
+
+
+# ---------------------------------------------------------------------- settings of tasks
+def _of_partitions(*names: str) -> Any:
+    def idle(chosen: Any) -> str:
+        return "" if chosen.partition in names else f"partition={chosen.partition} does not look at it"
+
+    return idle
+
+
+Clients = Annotated[int, About("how many clients there are")]
+Alpha = Annotated[float, About("α of Dirichlet(α), by which classes are divided; small: each client has few")]
+Init = Annotated[str, About("how weights begin: `default`, as torch does, `glorot` or `he`")]
+DataDir = Annotated[str, About("a folder with the data sets as the Hugging Face Hub lays them out", machine=True)]
+Validation = Annotated[bool, About("whether a part of the training set takes the place of the test set")]
+Pixels = Annotated[str, About("how images are scaled")]
+PartitionSeed = Annotated[int | None, About("the seed of the partition", unsaid="the run's")]
+DividedClients = Annotated[
+    int, About("how many clients there are", idle=_of_partitions("iid", "shards", "dirichlet", "classes", "quantity"))
+]
+DividedAlpha = Annotated[
+    float,
+    About("α of Dirichlet(α), by which examples are divided", idle=_of_partitions("dirichlet", "classes", "quantity")),
+]
+DividedShards = Annotated[int, About("shards that a client has", idle=_of_partitions("shards"))]
