@@ -14,8 +14,8 @@ from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
-from fedprior.core.options import Option, convert, table
-from fedprior.core.settings import Settings
+from fedprior.core.options import convert, table
+from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
 from fedprior.engines.settings import build
@@ -129,7 +129,7 @@ def resume(
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
         if rounds is not None:
-            rounds = convert(Option("rounds", int, None), rounds)  # its range depends on what there is
+            rounds = convert(RUN_OPTIONS["rounds"], rounds)
             done = len(folder.records())
             if rounds < max(done, 1):
                 raise RunError(
