@@ -87,8 +87,9 @@ class Copies:
 
     def __init__(self, folder: Path, count: int) -> None:
         first, *others = self.free = [folder / str(number) for number in range(count)]
-        for name in ("src", "tests"):
-            shutil.copytree(ROOT / name, first / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        for name in ("src", "tests", "docs"):  # the tests take a prior from the documents
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, first / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         shutil.copy(ROOT / "pyproject.toml", first)
         # Two mistakes in a row may leave a file of the same length in the same second, so compiled files are matched
         # by the hash of their source.
