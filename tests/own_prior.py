@@ -11,13 +11,12 @@ from fedprior.em import Algorithm
 
 NAME = "student-t"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "new-prior.md"
-DEFINITION = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0]
 
 
 def student_t() -> Any:
     """The class, from the document's own text."""
     namespace: dict[str, object] = {"__name__": "new_prior"}
-    exec(DEFINITION, namespace)
+    exec(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0], namespace)
     return namespace["StudentT"]
 
 
