@@ -91,9 +91,6 @@ class Copies:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, first / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         shutil.copy(ROOT / "pyproject.toml", first)
-        if (ROOT / "docs" / "new-prior.md").exists():  # the contract runs the prior that it defines
-            (first / "docs").mkdir()
-            shutil.copy(ROOT / "docs" / "new-prior.md", first / "docs")
         # Two mistakes in a row may leave a file of the same length in the same second, so compiled files are matched
         # by the hash of their source.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
