@@ -1,7 +1,7 @@
 """Hard EM: the E-step at a client, the M-step at the server.
 
-Neither knows which algorithm it runs. The E-step works on one client, or vectorised on a cohort whose every argument
-has a leading client dimension; both draw the same random numbers. `protocol` has what happens in a round.
+Neither knows which algorithm it runs. The E-step works on one client or, vectorised, on a cohort, where every argument
+has a leading client dimension. Both draw the same random numbers. `protocol` defines a round.
 """
 
 from fedprior.em.algorithm import Algorithm

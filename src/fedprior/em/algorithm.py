@@ -1,4 +1,4 @@
-"""An algorithm: a prior, and how its two steps are taken."""
+"""An algorithm: a prior, and how to take its two steps."""
 
 import math
 import zlib
@@ -23,36 +23,36 @@ from fedprior.wire import Layout, Wire
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A prior, how its two steps are taken, and a correction of the local gradient."""
+    """A prior, the way to take its two steps, and a correction of the local gradient."""
 
     prior: Prior
     local: Mapping[str, Optimiser]
-    """One optimiser a section of the client's variables."""
+    """One optimiser per section of the client's variables."""
     server: Mapping[str, Optimiser] | None = None
-    """One optimiser a section of the server's state; None: the closed-form M-step."""
+    """One optimiser per section of the server's state; None for the closed-form M-step."""
     correction: Correction = field(default_factory=Correction)
     name: str = "own"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """How a named algorithm was built, for a run's config."""
+    """The settings of a named algorithm, for a run's config."""
     wire: Wire = field(default_factory=Wire)
     """How precisely its messages travel."""
     average: bool = False
-    """Whether the server ships the average of its rounds instead of the last one; nobody is sent it."""
+    """Whether the server ships the average of its rounds instead of the last one. Clients never receive it."""
     statistics: Statistics = field(default_factory=Statistics)
-    """What becomes of the statistics of a network's norms."""
+    """How the statistics of a network's norms are treated."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
-    """The parameters of the network that its gates were made for; None: it takes any."""
+    """The parameters of the network for which its gates were made; None if it takes any."""
 
     def __repr__(self) -> str:
-        """Its name, prior and steps, not every gate."""
+        """Show name, prior and steps rather than every gate."""
         return f"Algorithm({self.name!r}, {type(self.prior).__name__}, {self.steps})"
 
     def recorded(self) -> dict[str, Any]:
-        """What a run's config says of it: its settings or, of one that was built by hand, what it is made of."""
+        """What a run's config says about it: its settings or, if it was built by hand, its parts."""
         return dict(self.settings) or self.made()
 
     def made(self) -> dict[str, Any]:
-        """What it is made of, by name."""
+        """Its parts, by name."""
         parts = {"prior": self.prior, "correction": self.correction}
         made: dict[str, Any] = {"average": self.average} if self.average else {}
         for role, part in parts.items():
@@ -67,7 +67,7 @@ class Algorithm:
         return replace(self, prior=self.prior.at(settings))
 
     def check(self, params: Params) -> None:
-        """Refuse settings that are out of range, and a network for whose parameters the gates were not made."""
+        """Refuse settings that are out of range, and a network that the gates were not made for."""
         self.prior.check()
         if self.server is None and type(self.prior).solve is Prior.solve:
             raise SettingError(
@@ -82,13 +82,13 @@ class Algorithm:
 
     @property
     def vectorises(self) -> bool:
-        """Whether a stacked cohort can share its local optimisers, and stacked runs those of their servers."""
+        """Whether a stacked cohort can share local optimisers, and stacked runs can share server optimisers."""
         optimisers = [*self.local.values(), *(self.server or {}).values()]
         return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in optimisers)
 
     @property
     def steps(self) -> str:
-        """What its two steps are taken with, in words."""
+        """Describe the optimisers of its two steps in words."""
 
         def each(optimisers: Mapping[str, Optimiser]) -> str:
             only = len(optimisers) == 1
@@ -97,7 +97,7 @@ class Algorithm:
         return f"{each(self.local)} at the clients, {each(self.server) if self.server else 'closed form'} at the server"
 
     def init(self, params: Params, statistics: Params | None = None) -> Tree:
-        """The server's state from a dense model, with the statistics that its norms come with."""
+        """The server's state from a dense model, with the initial statistics of its norms."""
         server = {**self.prior.init(params), **self.correction.init(params)}
         if statistics and self.statistics.kind == "shared":
             name, several = next(iter(server["weights"].items()))
@@ -110,9 +110,9 @@ class Algorithm:
         return {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
 
     def settle(self, server: Tree) -> Tree:
-        """The state after an M-step, with its weights taken into the average: w̄ ← w̄ + (w − w̄) · 20 / (t + 19).
+        """Add the weights to the average after an M-step: w̄ ← w̄ + (w − w̄) · 20 / (t + 19).
 
-        Polynomial decay (Shamir and Zhang 2013): about the last twentieth of the rounds counts, however many there are.
+        This is polynomial decay (Shamir and Zhang 2013): about the last twentieth of the rounds counts, however many.
         """
         rounds = server["averaged"]["rounds"] + 1
         share = 20 / (rounds + 19)
@@ -124,7 +124,7 @@ class Algorithm:
         return self.prior.predict({**server, "weights": server["average"]} if self.average else server)
 
     def ship(self, server: Tree) -> Params:
-        """The same with the statistics of their norms, where the server has any."""
+        """The same, with the statistics of their norms if the server has any."""
         models, known = self.predict(server), server.get("statistics")
         if known is None:
             return models
@@ -145,12 +145,12 @@ class Algorithm:
         return {**packet, "statistics": norm_statistics.masked(statistics, support)} if statistics else packet
 
     def report(self, upload: Tree, statistics: Params, packet: Tree) -> Tree:
-        """The upload, with statistics of the units that it holds."""
+        """Add to the upload the statistics of the units that it holds."""
         support = self.prior.sent(upload["gates"], packet) if "gates" in upload else {}
         return {**upload, "statistics": norm_statistics.masked(statistics, support)}
 
     def absorb(self, server: Tree, uploads: Tree) -> Tree:
-        """The server with the statistics of a cohort's uploads."""
+        """Update the server with the statistics of a cohort's uploads."""
         if "statistics" not in server:
             return server
         known = server["statistics"]
@@ -161,12 +161,12 @@ class Algorithm:
         return {**server, "statistics": found}
 
     def answer(self, upload: Tree, extra: Tree, packet: Tree) -> Tree:
-        """The upload, with what the correction adds."""
+        """Add the correction's part to the upload."""
         support = self.prior.sent(upload["gates"], packet) if extra and "gates" in upload else {}
         return self._with(upload, extra, support)
 
     def _with(self, message: Tree, extra: Tree, support: Params) -> Tree:
-        """A message of the prior with what the correction adds, on the weights that the message holds."""
+        """Add the correction's part to a message of the prior, for the weights that the message holds."""
         masked = {
             section: {name: value * support.get(name, 1.0) for name, value in values.items()}
             for section, values in extra.items()
@@ -179,20 +179,20 @@ class Algorithm:
         return self.wire.layout(replace(self._extend(layout, server, self.prior.support, down=True), direction="down"))
 
     def uplink(self, state: Tree) -> Layout:
-        """The layout of an upload that answers a packet; `state` is the packet, or the server's that it tells."""
+        """The layout of an upload. `state` is the packet that it answers, or the server's state behind that packet."""
         sent = partial(self.prior.sent, state=state)
         layout = self.correction.extend(self.prior.uplink(state), state, sent)
         return self.wire.layout(replace(self._extend(layout, state, sent, down=False), direction="up"))
 
     def _extend(self, layout: Layout, state: Tree, mask: Callable[[Gates], Params], *, down: bool) -> Layout:
-        """A layout with the statistics that the server has."""
+        """Add the server's statistics to a layout."""
         if "statistics" not in state:
             return layout
         section = norm_statistics.section(state["statistics"], mask, down=down)
         return replace(layout, sections={**layout.sections, "statistics": section})
 
     def pack(self, spoken: Tree, layout: Layout) -> Tree:
-        """A packet as it travels. Rounding moves its weights; what the prior has tied to them moves along."""
+        """A packet as it travels. Rounding moves its weights, and the prior adjusts what depends on them."""
         coded = wire.quantise(spoken, layout)
         if layout.precision is None:
             return coded
@@ -201,7 +201,7 @@ class Algorithm:
 
 
 def _told(value: Any) -> Any:
-    """A value as a config can hold it; of tensors and what holds them, a checksum."""
+    """A value in a form that a config can hold; for tensors, a checksum."""
     if value is None or isinstance(value, bool | int | str | Optimiser):
         return value
     if isinstance(value, float):

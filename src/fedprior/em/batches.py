@@ -1,4 +1,4 @@
-"""What a client's training is fed: one batch a step."""
+"""The input of a client's training: one batch per step."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,23 +8,23 @@ from fedprior.core.trees import Params
 
 
 class Batch(NamedTuple):
-    """One step's examples. Weights are 1, or 0 for padding; none at all means no padding."""
+    """One step's examples. Weights are 1, or 0 for padding; without weights there is no padding."""
 
     x: Tensor
     y: Tensor
     weight: Tensor | None
     active: Tensor | None
-    """Whether the client still trains; None: it does."""
+    """Whether the client still trains; None if it does."""
 
 
 class Batches(Protocol):
-    """A sequence of batches, which may be made as they are asked for."""
+    """A sequence of batches, which may be made on demand."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, step: int, /) -> Batch: ...
 
 
 def given(batch: Batch) -> Params:
-    """A batch as tensors only, which is what `vmap` takes: without padding there are no weights."""
+    """A batch as tensors only, as `vmap` requires: without padding there are no weights."""
     weight = {} if batch.weight is None else {"weight": batch.weight}
     return {"x": batch.x, "y": batch.y, **weight}

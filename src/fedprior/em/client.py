@@ -1,4 +1,4 @@
-"""The E-step at a client, or at all clients of a cohort."""
+"""The E-step of one client, or of all clients in a cohort."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,23 +22,23 @@ from fedprior.em.statistics import Running
 from fedprior.priors import Prior
 
 Tamper = Callable[[Tree, Tree], Tree]
-"""A hostile client's change to its variables before it commits, given them and its packet."""
+"""How a hostile client changes its variables, given them and its packet, before it commits."""
 
 
 class EStep(NamedTuple):
-    """What one client's E-step leaves behind."""
+    """The result of one client's E-step."""
 
     upload: Tree
     gates: Gates
-    """π, where there are gates."""
+    """π, if there are gates."""
     loss: Tensor
-    """Mean training loss over the steps taken."""
+    """The mean training loss over the steps taken."""
     memory: Tree
     """What the correction keeps for the client's next turn."""
     coded: Tree
-    """The upload as it travels, where it is rounded; `upload` is then what the client knows it has said."""
+    """The upload as it travels, if it is rounded; `upload` is then the message as its receiver reads it."""
     own: Params
-    """The client's own statistics of the model that it has sent; none where norms use those of the batch."""
+    """The client's own statistics of the model that it sent; empty if norms use the batch's."""
 
     @property
     def sent(self) -> Tree:
@@ -51,7 +51,7 @@ def local_objective(
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, Params]]]:
     """The client's objective: loss(relax(q)) − Σ temper · log p(expect(q) | packet), and the loss alone.
 
-    Beside the loss, if asked, the statistics of the batch.
+    If requested, it also returns the statistics of the batch.
     """
 
     def objective(
@@ -70,11 +70,10 @@ def local_objective(
 
 
 def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tree, Any]]:
-    """∂objective/∂(first argument) and what the objective returns beside it, by plain autograd.
+    """∂objective/∂(first argument), and the objective's other results, by plain autograd.
 
-    Lifted to a cohort, the objective has one value a client; no client's value depends on another's variables, so the
-    gradient of their sum is each client's own. torch.func.grad would record the backward pass as well, which nobody
-    has a use for.
+    Lifted to a cohort, the objective has one value per client. No client's value depends on another's variables, so the
+    gradient of the sum is each client's own. torch.func.grad would also record the backward pass, which is not needed.
     """
 
     def gradient(variables: Tree, *rest: Any) -> tuple[Tree, Any]:
@@ -104,10 +103,10 @@ def e_step(
     rounded: bool = True,
     rate: float | Tensor = 1.0,
 ) -> EStep:
-    """Start q at the prior, descend the local objective, commit to a hard assignment; round it as the wire does.
+    """Start q at the prior, descend the local objective, commit to a hard assignment, and round it as on the wire.
 
-    `rate` is what the round's schedule makes of the learning rates. Vectorised, everything has a leading dimension of
-    clients, as have `settings`, in which the priors of their runs differ.
+    `rate` is the schedule's factor for the learning rates in this round. If vectorised, everything has a leading
+    dimension of clients, including `settings`, in which the priors of their runs differ.
     """
     correction, lift = algorithm.correction, lifting(algorithm, vectorised, settings)
     examples = _all(batches) if algorithm.prior.looks_at_data else []
@@ -136,7 +135,7 @@ def e_step(
 
 
 def _running(algorithm: Algorithm, network: Network, packet: Tree, memory: Tree) -> Running | None:
-    """Running averages that start at the server's or, where clients keep their own, at those."""
+    """Running averages that start at the server's or, if clients keep their own, at the client's."""
     chosen = algorithm.statistics
     if not network.norms or chosen.kind == "batch" or chosen.report != "running":
         return None
@@ -155,7 +154,7 @@ def _with_statistics(
     running: Running | None,
     lift: Lift,
 ) -> EStep:
-    """An E-step with the client's own statistics, which it keeps, or reports with its upload."""
+    """Add the client's own statistics to an E-step, to be kept or reported with the upload."""
     if running:
         own = running.statistics()
     else:
@@ -163,7 +162,7 @@ def _with_statistics(
         own = statistics.measure(network, lift, sent, batches)
     step = step._replace(own=statistics.without_count(own))
     if algorithm.statistics.kind == "local":
-        # They are in no message that would be checked: a loss that is not finite names the client.
+        # No message check covers these, so a loss that is not finite names the client.
         finite = torch.stack([value.isfinite().all(-1) for value in step.own.values()]).all(0)
         loss = torch.where(finite, step.loss, torch.nan)
         return step._replace(memory={**step.memory, "statistics": own}, loss=loss)
@@ -175,9 +174,9 @@ def _with_statistics(
 
 
 def _round(algorithm: Algorithm, upload: Tree, packet: Tree, key: Tensor) -> tuple[Tree, Tree]:
-    """An upload as it travels, and what it then says."""
+    """An upload as it travels, and as its receiver reads it."""
     layout = algorithm.uplink(packet)
-    # Statistics, which come last, are not rounded.
+    # Statistics come last and are not rounded.
     layout = replace(layout, sections={name: s for name, s in layout.sections.items() if name != "statistics"})
     coded = wire.quantise(upload, layout, packet, key)
     return coded, wire.restore(coded, layout, packet)
@@ -195,9 +194,9 @@ def _descend(
     running: Running | None,
     rate: float | Tensor,
 ) -> tuple[Tree, Tensor, Tensor]:
-    """One step a batch down the local objective's gradient, plus `direction`.
+    """Take one step per batch down the local objective's gradient plus `direction`.
 
-    Returns the client's variables, its mean loss, and how far its steps would have gone down a slope of one.
+    Return the client's variables, its mean loss, and how far its steps would have descended a slope of one.
     """
     gradient = gradient_of(lift(lambda own: local_objective(own.prior, network, running=running is not None)))
     steps = torch.arange(len(batches), device=turn.root.device)
@@ -232,7 +231,7 @@ def _descend(
 
 
 def _all(batches: Batches) -> list[Params]:
-    """Every example and its weight, for a prior whose clients look at their data before they start."""
+    """All examples and their weights, for a prior whose clients look at their data before they start."""
     steps = [batches[step] for step in range(len(batches))]
     return [given(batch) | ({} if batch.active is None else {"active": batch.active}) for batch in steps]
 
@@ -257,15 +256,15 @@ def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
 
 
 def _mean_loss(losses: list[Tensor], taken: list[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Each client's mean loss over the steps it took, and how many those were; not told which, it took all."""
+    """Each client's mean loss over the steps it took, and their number; without `taken`, it took all."""
     each = torch.stack(losses).to(like.dtype)
     if not taken:
         return each.mean(0), torch.full_like(like, len(losses))
     steps = torch.stack(taken).to(like.dtype)
-    # A client that has finished repeats its last step, whose loss is finite if that of the step was.
+    # A client that has finished repeats its last step, whose loss is finite if the original was.
     return (each * steps).sum(0) / steps.sum(0), steps.sum(0)
 
 
 def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new row of every client that still trains, the old row of the others."""
+    """The new row for every client that still trains, the old row for the others."""
     return torch.where(active.reshape(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,4 +1,4 @@
-"""Functions of one client or run, lifted to many at once, and their gradients."""
+"""Lift functions of one client or run to many at once, and differentiate them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +19,10 @@ class Lift(Protocol):
 
 
 def lifting(algorithm: Algorithm, vectorised: bool, settings: Params | None = None) -> Lift:
-    """What makes a function that an algorithm has for one client, or run, one for all of them.
+    """Lift a function that an algorithm has for one client or run to all of them.
 
-    That is `vmap`, or nothing where there is one: `lift(lambda own: own.prior.receive)(packets)`. `settings` are the
-    scalars of the prior in which stacked runs differ, one row for each client or run.
+    This is `vmap`, or nothing if there is only one: `lift(lambda own: own.prior.receive)(packets)`. `settings` are the
+    prior's scalars in which stacked runs differ, one row per client or run.
     """
 
     def lift(chosen: Callable[[Algorithm], Callable[..., Result]], /) -> Callable[..., Result]:

@@ -1,12 +1,12 @@
 """The protocol: the four moments of a round, each a pure function.
 
-    the server speaks          `speak`      to each client or, where all hear the same, once
-    a client hears             `hear`       what the wire leaves of it; the server hears uploads by the same function
+    the server speaks          `speak`      to each client or, if all hear the same, once
+    a client hears             `hear`       the message after the wire; the server hears uploads by the same function
     a client takes its turn    `take_turn`  E-step and hard assignment
     the server concludes       `conclude`   M-step
 
-An engine decides only how they are mapped over clients: one after the other (`engines/loop`), by `vmap` over runs and
-clients at once (`engines/stacked`), or on as many machines (`flower`). It also carries the messages in between.
+An engine only decides how to map them over clients: one after another (`engines/loop`), by `vmap` over runs and clients
+at once (`engines/stacked`), or over as many machines (`flower`). It also carries the messages in between.
 """
 
 from typing import Any, NamedTuple
@@ -34,34 +34,34 @@ class Spoken(NamedTuple):
     """A packet at the server."""
 
     said: Tree
-    """What it says, which is what a rounded upload refers to."""
+    """Its content, to which a rounded upload refers."""
     coded: Tree
-    """The same as it travels."""
+    """The same, as it travels."""
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
 def cohort(turn: Turn, population: int, count: int, attempt: int = 0) -> list[int]:
-    """The clients of a round; others at each further attempt to find enough."""
+    """The clients of a round; each further attempt to find enough gives others."""
     key = turn.key(Purpose.COHORT)
     return keys.choose(keys.fold(key, attempt) if attempt else key, population, count)
 
 
 def broadcast_keys(prior: Prior, turn: Turn) -> Tensor:
-    """What the server draws its packets with: a key for each client of `turn` or, where all hear the same, only the
-    first one's."""
+    """The keys for the server's packets: one for each client of `turn` or, if all hear the same, only the first
+    client's."""
     key = turn.key(Purpose.BROADCAST)
     return key if prior.per_client or not key.dim() else key[..., :1]
 
 
 # ---------------------------------------------------------------------- the four moments
 def speak(algorithm: Algorithm, server: Tree, key: Tensor, layout: Layout) -> Spoken:
-    """The server, pruned, speaks."""
+    """The pruned server speaks."""
     said = algorithm.broadcast(server, key)
     return Spoken(said, algorithm.pack(said, layout))
 
 
 def hear(coded: Tree, layout: Layout, said: Tree | None = None) -> Tree:
-    """What comes out of a message: a client's packet or, with what the server had `said` to it, a client's upload."""
+    """Read a message: a client's packet or, given what the server `said` to it, a client's upload."""
     return wire.restore(coded, layout, said)
 
 
@@ -79,10 +79,10 @@ def take_turn(
     vectorised: bool = False,
     settings: Params | None = None,
 ) -> tuple[EStep, Params]:
-    """A client, or vectorised a cohort, trains and commits; also the model that it has committed to.
+    """A client (or, vectorised, a cohort) trains and commits. Also return the model that it commits to.
 
-    With `rounded` False the model is as it was before the wire. Vectorised, everything has a leading dimension of
-    clients, as have `settings`, in which the priors of their runs differ.
+    If `rounded` is False, that is the model before the wire rounds it. If vectorised, everything has a leading
+    dimension of clients, including `settings`, in which the priors of their runs differ.
     """
     if not vectorised:
         packet, memory = trees.tree_map(trees.channels_last, (packet, memory))
@@ -103,9 +103,9 @@ def conclude(
     vectorised: bool = False,
     settings: Params | None = None,
 ) -> tuple[Tree, Tensor]:
-    """The server, or vectorised those of several runs, takes its M-step; also whether the new state is finite.
+    """The server (or, vectorised, those of several runs) takes its M-step. Also say whether the new state is finite.
 
-    The optimiser has moved in any case: who does not take the new state must put it back.
+    The optimiser has moved in any case: a caller that rejects the new state must restore it.
     """
     updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
     return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
@@ -130,11 +130,11 @@ def rehearse(
 
 # ---------------------------------------------------------------------- overflow
 SMALL = 2**16
-"""Numbers of a client or run below which joining tensors costs less than looking at each."""
+"""With fewer numbers per client or run than this, joining tensors is faster than checking each."""
 
 
 def finite(tree: Tree, dims: int) -> Tensor:
-    """Whether everything behind the first `dims` dimensions, which count runs or clients, is finite."""
+    """Whether all numbers are finite, for each index of the first `dims` dimensions (runs or clients)."""
     flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
     small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
     parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])

@@ -29,9 +29,9 @@ def m_step(
 ) -> Tree:
     """Maximise Σ_s n_s log p(φ*_s | server) in the server's variables: in closed form, or by one optimiser step.
 
-    `weight` is n_s, how many examples each upload stands for; None: all count alike. `fraction` is the share of all
-    clients, or of their examples, that the uploads are from. `rate` multiplies the optimisers' learning rates.
-    Vectorised, everything has a leading dimension of independent runs.
+    `weight` is n_s, the number of examples behind each upload; None if all count equally. `fraction` is the uploads'
+    share of all clients, or of their examples. `rate` multiplies the optimisers' learning rates. If vectorised,
+    everything has a leading dimension of independent runs.
     """
     lift = lifting(algorithm, vectorised, settings)
     counted = () if weight is None else (weight,)
@@ -54,7 +54,7 @@ def m_step(
 
 
 def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Assignment]:
-    """From stacked uploads to the assignments that they stand for."""
+    """Maps stacked uploads to the assignments that they stand for."""
 
     def realise(uploads: Tree, server: Tree) -> Assignment:
         weights = torch.func.vmap(lambda upload: algorithm.prior.realise(upload, server))(uploads)
@@ -74,7 +74,7 @@ def _objective(algorithm: Algorithm) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _settle(algorithm: Algorithm, before: Tree, after: Tree, solved: bool) -> Tree:
-    """The server after an M-step, with what it counts and averages."""
+    """Update the server's counts and averages after an M-step."""
     server = algorithm.prior.closures(before, after, solved)
     return algorithm.settle(server) if algorithm.average else server
 
@@ -82,7 +82,7 @@ def _settle(algorithm: Algorithm, before: Tree, after: Tree, solved: bool) -> Tr
 def _absorb(
     algorithm: Algorithm, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None, lift: Lift
 ) -> Tree:
-    """The correction's part of the M-step. Where all count alike `fraction` is one number for all runs."""
+    """The correction's part of the M-step. If all count equally, `fraction` is one number for all runs."""
     absorb = algorithm.correction.absorb
     if weight is None:
         return lift(lambda _: partial(absorb, fraction=fraction))(server, uploads)

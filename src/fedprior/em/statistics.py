@@ -1,8 +1,8 @@
-"""BatchNorm's statistics as a part of the model: what a client finds, what it reports, what the server makes of it.
+"""BatchNorm's statistics as part of the model: what a client finds, what it reports, how the server combines it.
 
 shared   they travel with the weights; the server pools what a cohort reports
 local    each client keeps its own, as FedBN does; the server has none
-batch    there are none: whoever predicts uses those of the batch at hand
+batch    nothing is stored: predictions use the statistics of the current batch
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ class Statistics:
 
     kind: str = "shared"
     report: str = "received"
-    """What a client reports: statistics of the model it `received`, of the one it ends with (`final`), each from a pass
-    over its examples; or its `running` averages over the training."""
+    """What a client reports: the statistics of the model it `received` or of its `final` one, each from a pass over
+    its examples, or its `running` averages over the training."""
     momentum: float = 1.0
-    """How much of a round's pooled statistics the server takes over; 1: all."""
+    """How far the server moves to a round's pooled statistics; 1 replaces its own."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,11 +46,11 @@ class Statistics:
 
 
 TOGETHER = 8
-"""How many batches are measured as one: fewer passes, and nearer to the client's examples as a whole."""
+"""How many batches are measured as one: fewer passes, and closer to the statistics of all examples."""
 
 
 def measure(network: Network, lift: Callable[..., Callable[..., Params]], params: Params, batches: Batches) -> Params:
-    """The statistics of a model over a client's batches, and how many examples these are."""
+    """The statistics of a model over a client's batches, and the number of examples."""
     one, steps, parts = lift(lambda _: partial(_of_several, network)), range(len(batches)), []
     with torch.no_grad():
         for first in steps[::TOGETHER]:
@@ -62,7 +62,7 @@ def measure(network: Network, lift: Callable[..., Callable[..., Params]], params
 
 
 def _of_several(network: Network, params: Params, batches: list[Params]) -> Params:
-    """Of several batches of a client as one; those that it does not train on any more count nothing."""
+    """Measure several batches of a client as one; batches after its last step do not count."""
     x, weight = torch.cat([batch["x"] for batch in batches]), None
     if any("weight" in batch or "active" in batch for batch in batches):
         weight = torch.cat([_weight(batch) for batch in batches])
@@ -71,7 +71,7 @@ def _of_several(network: Network, params: Params, batches: list[Params]) -> Para
 
 
 def _weight(batch: Params) -> Tensor:
-    """Of each example: 0 where it is padding, or where the client has finished."""
+    """The weight of each example: 0 if it is padding or the client has finished."""
     x = batch["x"]
     ones = torch.ones(len(x), dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
     weight = batch.get("weight", ones)
@@ -79,17 +79,17 @@ def _weight(batch: Params) -> Tensor:
 
 
 class Running:
-    """Running averages over the steps of a turn, by each layer's own momentum."""
+    """Running averages over the steps of a turn, with each layer's own momentum."""
 
     def __init__(self, network: Network, start: Params) -> None:
         self.norms = network.norms
         self.mean, self.variance = joint(self.norms, start)
         self.steps, self.count = 0, torch.zeros_like(start[COUNT])
         self.unknown = (start[COUNT] == 0).unsqueeze(-1)
-        """Nothing to start from: the first batch counts in full."""
+        """True if there is nothing to start from, so that the first batch counts in full."""
 
     def add(self, found: Params, batch: Batch) -> None:
-        """After one step."""
+        """Add the statistics of one step."""
         self.steps += 1
         active = batch.active
         whole = self.count.new_full(self.count.shape, batch.y.shape[self.count.dim()])
@@ -105,13 +105,13 @@ class Running:
         self.count = self.count + size
 
     def statistics(self) -> Params:
-        """As they are now, and of how many examples."""
+        """The current averages, and the number of examples."""
         return {**parted(self.norms, self.mean, self.variance), COUNT: self.count}
 
 
 # ---------------------------------------------------------------------- in messages and at the server
 def masked(statistics: Params, support: Params) -> Params:
-    """Without the rows of units that gates have closed: those of the norm's own scales."""
+    """Remove the rows of units that gates have closed: those of the norm's own scales."""
     return {
         name: value * support[owner] if (owner := _owner(name)) in support else value
         for name, value in statistics.items()
@@ -123,7 +123,7 @@ def _owner(name: str) -> str:
 
 
 def section(statistics: Params, support: Callable[[Gates], Params], *, down: bool) -> Section:
-    """How they travel: in full precision, because a variance is divided by."""
+    """How statistics travel: in full precision, because variances are divisors."""
     stacked = is_stacked(statistics)
     shapes = {
         name: tuple(value.shape if down or name == COUNT or not stacked else value.shape[1:])
@@ -138,19 +138,19 @@ def section(statistics: Params, support: Callable[[Gates], Params], *, down: boo
 
 
 def is_stacked(statistics: Params) -> bool:
-    """Whether there are several models', as a mixture's server has."""
+    """Whether these belong to several models, as at a mixture's server."""
     return next(iter(statistics.values())).dim() - statistics[COUNT].dim() > 1
 
 
 def one_model(statistics: Params) -> Params:
-    """Of several models the mean."""
+    """The mean over several models."""
     if not is_stacked(statistics):
         return statistics
     return {name: value if name == COUNT else value.mean(-2) for name, value in statistics.items()}
 
 
 def stacked(statistics: Params, models: int) -> Params:
-    """The same for each of several models."""
+    """Repeat the statistics for each of several models."""
     return {
         name: value if name == COUNT else value.expand(models, *value.shape).clone()
         for name, value in statistics.items()
@@ -158,15 +158,15 @@ def stacked(statistics: Params, models: int) -> Params:
 
 
 def without_count(statistics: Params) -> Params:
-    """What a module has buffers for."""
+    """The statistics for which a module has buffers."""
     return {name: value for name, value in statistics.items() if name != COUNT}
 
 
 def absorb(known: Params, reports: Params, weight: Params, shares: Tensor | None, momentum: float) -> Params:
     """The server's statistics after a cohort's stacked reports.
 
-    A report weighs as many examples as it is of; `weight` has the rows that each client sent, where it did not send
-    all, and `shares` how much each of several models answers for a client. A row that nobody sent stays.
+    A report counts by its number of examples. `weight` marks the rows that each client sent, if it did not send all,
+    and `shares` says how much each of several models answers for a client. A row that no client sent does not change.
     """
     norms = _norms(known)
     mean, variance = joint(norms, reports)
