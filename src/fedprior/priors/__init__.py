@@ -1,4 +1,4 @@
-"""A federated algorithm is a prior over client parameters: one file a prior."""
+"""A federated algorithm is a prior over client parameters. There is one file per prior."""
 
 from fedprior.priors.base import Assignment, Prior
 from fedprior.priors.fixed_gates import FixedGates

@@ -1,7 +1,7 @@
 """The one interface behind every algorithm: a prior p(φ | server) over client parameters.
 
-A prior says what the server knows, what it tells a client, what a client optimises, what it sends back and how the
-server learns from it. It is not an optimiser, a network or a data set, and it keeps no state: every method is a pure
+A prior says what the server knows, what it tells a client, what the client optimises and sends back, and how the
+server learns from that. It is not an optimiser, a network or a data set, and it keeps no state. Every method is a pure
 function of tensors, so that the same code runs for one client, for a vectorised cohort, and on a real device.
 
 Three views of the client's posterior q complete the density: `relax` (what the network runs with while it trains),
@@ -41,51 +41,51 @@ class Assignment(NamedTuple):
 
 
 Term = Callable[[Assignment, Tree], Tensor]
-"""One term of a log density, of an assignment and of what the server knows."""
+"""One term of a log density: a function of an assignment and of what the server knows."""
 Explain = Callable[[Params], Tensor]
 """A client's mean loss under given parameters; smaller explains the data better."""
 
 
 class Prior:
-    """Base of all priors. The defaults are those of one point in parameter space without gates, all of whose weights
-    travel: what a prior must say is its `density` and, for an M-step in closed form, how to `solve` it."""
+    """The base class of all priors. The defaults suit one point in parameter space without gates, all of whose weights
+    travel. A prior must define its `density` and, for an M-step in closed form, `solve`."""
 
     scalars: ClassVar[tuple[str, ...]] = ()
-    """Settings, none negative, that may be tensors as well, so that runs which differ in them can train together."""
+    """Non-negative settings that may be tensors, so that runs which differ in them can train together."""
 
     def check(self) -> None:
-        """Refuse settings that are out of range. Called where an algorithm is built: later, scalars may be tensors."""
+        """Refuse settings out of range. Call this when an algorithm is built: later, scalars may be tensors."""
         for name in self.scalars:
             if not getattr(self, name) >= 0:
                 raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def at(self, settings: Mapping[str, Tensor]) -> Self:
-        """The prior of one of several stacked runs: with these scalars, which are tensors, in place of its own."""
+        """The prior of one of several stacked runs, with these tensors in place of its own scalars."""
         return replace(self, **settings)  # type: ignore[type-var]  # one that has scalars is a dataclass
 
     # ------------------------------------------------------------------ the density
     def density(self, assignment: Assignment, server: Tree) -> Tensor:
-        """log p(assignment | server) at unit scale, constants left out, where that is one term.
+        """log p(assignment | server) at unit scale, without constants, if it is one term.
 
-        `server` is the server's state in the M-step, and in the E-step the packet that a client received; the density
+        `server` is the server's state in the M-step, and the packet that a client received in the E-step. The density
         is differentiable in both arguments.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither a density nor terms")
 
     def terms(self) -> Mapping[str, Term]:
-        """The density as named terms, which are functions of the same arguments."""
+        """The density as named terms, each a function of the same arguments."""
         return {"density": self.density}
 
     def temper(self) -> Mapping[str, float]:
-        """The weight of each term in a client's objective; a term not named counts nothing."""
+        """The weight of each term in a client's objective; terms that are not named have weight zero."""
         return dict.fromkeys(self.terms(), 1.0)
 
     def log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
-        """The sum of all terms at unit scale, which is what the M-step climbs."""
+        """The sum of all terms at unit scale, which the M-step maximises."""
         return torch.stack([term(assignment, server) for term in self.terms().values()]).sum()
 
     def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
-        """The terms weighed by `temper`, which is what a client's objective holds; 0 where all weights are."""
+        """The terms weighted by `temper`, as in a client's objective; 0 if all weights are."""
         terms, temper = self.terms(), self.temper()
         weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if _counts(weight)]
         return torch.stack(weighed).sum() if weighed else torch.zeros(())
@@ -96,11 +96,11 @@ class Prior:
         return {"weights": params}
 
     def fit(self, rounds: int) -> "Prior":
-        """The prior for a run of so many rounds; for one that does things in time."""
+        """The prior for a run of this many rounds, for a prior that follows a schedule."""
         return self
 
     def prune(self, server: Tree) -> Tree:
-        """What the server drops from its own state before it speaks."""
+        """Drop what the server no longer needs from its own state before it speaks."""
         return server
 
     per_client: bool = False
@@ -111,8 +111,8 @@ class Prior:
         return {"weights": server["weights"]}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
-        """The closed-form M-step, where there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
-        assignments. `weight` is n_s, how many examples each stands for; None: all count alike. See `weighting.py`."""
+        """The closed-form M-step, if there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
+        assignments. `weight` is n_s, the examples behind each; None if all count equally. See `weighting.py`."""
         raise NotImplementedError(f"{type(self).__name__} has no M-step in closed form")
 
     known_slope: bool = False
@@ -123,7 +123,7 @@ class Prior:
         raise NotImplementedError
 
     def adjust(self, before: Tree, after: Tree) -> Tree:
-        """The server after an optimiser has moved it, with what must move along."""
+        """Adjust the server after an optimiser step: some values must follow the ones that moved."""
         return after
 
     def predict(self, server: Tree) -> Params:
@@ -131,23 +131,23 @@ class Prior:
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
 
     def responsibilities(self, assignment: Assignment, server: Tree) -> Tensor:
-        """How much each of the server's models answers for a client: one number a model, 1 in all."""
+        """How much each of the server's models answers for a client: one number per model, which sum to 1."""
         return torch.ones(1)
 
     # ------------------------------------------------------------------ the client
     looks_at_data: bool = False
-    """Whether `adopt` calls `explain`, which is otherwise not to be called."""
+    """Whether `adopt` calls `explain`. If not, it must not be called."""
 
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
-        """Start q at the prior: the client's variables."""
+        """Start q at the prior; return the client's variables."""
         return {"weights": packet["weights"]}
 
     def receive(self, packet: Tree) -> Tree:
-        """The packet, with what a client works out from it once, before it trains."""
+        """The packet, with everything that a client computes from it once before training."""
         return packet
 
     def expect(self, local: Tree, packet: Tree) -> Assignment:
-        """The assignment that q expects, for the penalty; `relax` is given it as well."""
+        """The expected assignment under q, for the penalty; `relax` receives it as well."""
         return Assignment(local["weights"])
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
@@ -155,10 +155,10 @@ class Prior:
         return expected.weights
 
     smooth: bool = True
-    """False: `log_prob` has a term that gradients do not serve, and `prox` takes its step."""
+    """False if `log_prob` has a term that is not differentiable, for which `prox` takes the step."""
 
     def prox(self, local: Tree, packet: Tree, lr: Tensor) -> Tree:
-        """The exact proximal step on the part of the penalty that is not smooth, after each step of size `lr`."""
+        """The exact proximal step for the part of the penalty that is not smooth, after each step of size `lr`."""
         return local
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
@@ -175,37 +175,37 @@ class Prior:
         return dense_layout(server["weights"])
 
     def uplink(self, state: Tree) -> Layout:
-        """The layout of an upload: the answer to a packet, which `state` is, or the server's state that it tells."""
+        """The layout of an upload. `state` is the packet that it answers, or the server's state behind that packet."""
         return dense_layout(state["weights"])
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
-        """Other sections of a packet as they must be when its weights travel rounded, as `weights`."""
+        """Adjust the other sections of a packet to its rounded weights, `weights`."""
         return {}
 
     def support(self, gates: Gates) -> Params:
-        """Of the weights, what these gates leave of the network; weights not named are always part of it."""
+        """Which weights these gates leave in the network; weights that are not named are always part of it."""
         return {}
 
     def sent(self, gates: Gates, state: Tree) -> Params:
-        """Of the weights, what an upload with these gates holds; `state` as in `uplink`."""
+        """Which weights an upload with these gates holds; `state` as in `uplink`."""
         return self.support(gates)
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:
-        """What a user should know of these settings before training for so many rounds, a line each."""
+        """What a user should know about these settings before training for this many rounds, one line each."""
         return []
 
     # ------------------------------------------------------------------ what the records say
     def gates(self, state: Tree) -> Gates:
-        """Gate probabilities of a server's state or packet; empty where there are no gates."""
+        """Gate probabilities of a server's state or packet; empty without gates."""
         return {}
 
     def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
-        """The server after an M-step, `solved` in closed form or not, with a count of the gates that it closed."""
+        """The server after an M-step, `solved` in closed form or not, with the closed gates counted."""
         return after
 
     def tally(self, server: Tree) -> dict[str, int]:
-        """How many gates of each layer are open, and have closed by what, as `units/conv1`; empty without gates."""
+        """How many gates of each layer are open and what closed the others, as `units/conv1`; empty without gates."""
         return {}
 
     def effective_parameters(self, server: Tree) -> int:
@@ -214,11 +214,11 @@ class Prior:
 
 
 def _counts(weight: float | Tensor) -> bool:
-    """Whether a term need be computed; of a stacked weight that is not known."""
+    """Whether a term must be computed, which for a stacked weight is not known."""
     return isinstance(weight, Tensor) or weight != 0
 
 
 def dense_layout(params: Params, models: int = 0) -> Layout:
-    """Every parameter; `models` leading dimensions are not the parameters' own."""
+    """A layout of every parameter. The `models` leading dimensions count models."""
     shapes = {name: tuple(value.shape) for name, value in params.items()}
     return Layout({"weights": Section(shapes, models=models)}, dtype=next(iter(params.values())).dtype)

@@ -1,7 +1,7 @@
 """Fixed gates: federated dropout (Caldas et al. 2018).
 
-The hierarchical model of spike and slab with the gate probabilities fixed and the gates global: the server draws a
-sub-network for each client, sends only that, and receives only that.
+This is the hierarchical spike-and-slab model with fixed gate probabilities and global gates. The server draws a
+sub-network for each client, and both sides send only that.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from fedprior.units import Gating
 
 @dataclass(frozen=True)
 class FixedGates(GlobalGates):
-    """Bern(1 − rate) gates, one rate a layer, drawn anew for each client and round."""
+    """Bern(1 − rate) gates, with one rate per layer, drawn anew for each client and round."""
 
     gating: Gating
     rates: Mapping[str, float]
     precision: float = 0.0
     noise: bool = False
-    """Dropout at the client as well, at the same rates, drawn at every local step."""
+    """Whether clients use dropout as well, at the same rates, drawn at every local step."""
     per_client = True
     scalars = ("precision",)
 
@@ -38,7 +38,7 @@ class FixedGates(GlobalGates):
         return self.rates[layer]
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
-        """A sub-network for one client."""
+        """Draw a sub-network for one client."""
         return self.sub_network(server["weights"], self.gating.all_open(server["weights"]), key)
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:

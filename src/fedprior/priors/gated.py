@@ -16,7 +16,7 @@ from fedprior.wire import Layout, Section
 
 
 def gated_mean(sent: Params, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Params:
-    """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s, z what a client sent of each weight; one that nobody sent keeps its value."""
+    """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s; z marks what a client sent. Weights that no client sent do not change."""
     means = {}
     for name, values in assignments.weights.items():
         if name not in sent:
@@ -32,19 +32,19 @@ def gated_mean(sent: Params, assignments: Assignment, server: Tree, weight: Tens
 def gated_layout(
     gating: Gating, state: Tree, mask: Callable[[Gates], Params], extra: Mapping[str, Section] | None = None
 ) -> Layout:
-    """Gates, what they leave of the weights, and other sections."""
+    """A layout of gates, the weights that they leave, and other sections."""
     sections = {"weights": Section(gating.shapes, mask), **(extra or {})}
     dtype = next(iter(state["weights"].values())).dtype
     return Layout(sections, gating.gate_shapes, dtype, wiring=gating.wiring)
 
 
 def joint_draws(gating: Gating, key: Tensor, dtype: torch.dtype) -> Tensor:
-    """One uniform number a gate, all layers in one vector."""
+    """One uniform number per gate, with all layers in one vector."""
     return keys.uniform(key, (sum(torch.Size(shape).numel() for shape in gating.gate_shapes.values()),), dtype)
 
 
 class Gated(Prior):
-    """A prior with gates: messages hold what the gates leave of the weights."""
+    """A prior with gates: messages hold the weights that the gates leave."""
 
     gating: Gating
 
@@ -61,9 +61,9 @@ class Gated(Prior):
 class LocalGates(Gated):
     """Gates that each client decides for itself, and the server for its own network.
 
-    A gate that is closed in a client's draw takes away its own group only: the columns that read the unit are other
-    groups', whose gates are open, and they are sent. Columns that read a unit which the *server* has pruned have no
-    effect on anybody and no gradient: they do not travel.
+    A gate that is closed in a client's draw removes only its own group. The columns that read the unit belong to other
+    groups, whose gates are open, so they are sent. Columns that read a unit which the *server* has pruned have no
+    effect and no gradient, so they do not travel.
     """
 
     def sent(self, gates: Gates, state: Tree) -> Params:
@@ -71,40 +71,40 @@ class LocalGates(Gated):
         known = state["gates"] if "gates" in state else state.get("open")
         if known is None:
             return own
-        # A message is read on the host, wherever the server's state is.
+        # Messages are read on the host, wherever the server's state is.
         left = self.gating.mask({layer: value.to(gates[layer].device) for layer, value in known.items()})
         return left | {name: mask * left[name] if name in left else mask for name, mask in own.items()}
 
     def leave(self, weights: Params, gates: Gates, state: Tree) -> Params:
-        """The weights of an upload: what `sent` says, and zero elsewhere."""
+        """The weights of an upload: those that `sent` marks, and zero elsewhere."""
         own = self.gating.scale(weights, self.gating.join(gates))
         known = state["gates"] if "gates" in state else state.get("open")
         return own if known is None else self.gating.prune(own, known)
 
 
 class GlobalGates(Gated):
-    """Gates that the server decides and a client takes as they are: φ | z = 1 ~ N(w, 1/λ), φ | z = 0 = 0."""
+    """Gates that the server decides and clients accept: φ | z = 1 ~ N(w, 1/λ), φ | z = 0 = 0."""
 
     precision: float
 
     def rate(self, layer: str) -> float:
-        """How often a unit of a layer is left out of what a client is sent."""
+        """The probability that a unit of a layer is left out of a client's packet."""
         return 0.0
 
     def draw(self, gates: Gates, key: Tensor) -> tuple[Gates, Gates]:
-        """Of these gates what a client keeps, each with probability 1 − rate; and the layers that were floored."""
+        """Keep each gate with probability 1 − rate for a client; also return the layers where the floor acted."""
         dtype = next(iter(gates.values())).dtype
         draws = self.gating.part(joint_draws(self.gating, key, dtype))
         drawn = {layer: gate * (draws[layer] >= self.rate(layer)) for layer, gate in gates.items()}
         return self.gating.floor(drawn, {layer: torch.where(g > 0, draws[layer], -1.0) for layer, g in gates.items()})
 
     def sub_network(self, weights: Params, gates: Gates, key: Tensor) -> Tree:
-        """The packet of one client: what its draw leaves of the network."""
+        """The packet of one client: the part of the network that its draw leaves."""
         drawn, floored = self.draw(gates, key)
         return {"weights": self.gating.prune(weights, drawn), "gates": drawn, "floored": floored}
 
     def density(self, assignment: Assignment, server: Tree) -> Tensor:
-        """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client was sent."""
+        """−½ Σ_j z_j (φ_j − w_j)², over the weights that the client received."""
         mask = self.gating.mask(assignment.gates)
         return -0.5 * squared_distance(assignment.weights, server["weights"], mask)
 

@@ -3,7 +3,7 @@
     log p(φ | w) = −λ/2 ‖φ − w‖² + const
 
 With λ → 0 the E-step is plain local training and the closed-form M-step is the mean: FedAvg. With λ > 0 it is FedProx.
-One optimiser step on the gradient Σ_s (φ_s − w) instead of the closed form is Reptile and FedOpt.
+One optimiser step on the gradient Σ_s (φ_s − w), instead of the closed form, gives Reptile and FedOpt.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Gaussian(Prior):
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:
-    """Σ m (a − b)², where parameters without a mask count in full."""
+    """Σ m (a − b)²; parameters without a mask count in full."""
     mask = mask or {}
     terms = [((a[name] - b[name]).square() * mask.get(name, 1.0)).sum() for name in b]
     return torch.stack(terms).sum()

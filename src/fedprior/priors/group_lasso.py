@@ -3,7 +3,7 @@
     loss(w_s) + λ Σ_g ‖w_sg‖₂
 
 Before either side speaks, groups with a norm of at most λ are set to zero and not sent. The server takes the plain
-difference to what it receives, so that an absent group is a vote for zero.
+difference from what it receives, so that an absent group is a vote for zero.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class GroupLasso(LocalGates):
         return {"drift": self.drift, "lasso": self.lasso}
 
     def drift(self, assignment: Assignment, server: Tree) -> Tensor:
-        """−½ ‖φ − w‖², absent groups counting as zero."""
+        """−½ ‖φ − w‖²; absent groups count as zero."""
         return -0.5 * squared_distance(assignment.weights, server["weights"])
 
     def lasso(self, assignment: Assignment, server: Tree) -> Tensor:
@@ -47,7 +47,7 @@ class GroupLasso(LocalGates):
         return self.gating.floor({layer: (n > self.strength).to(n.dtype) for layer, n in norms.items()}, norms)
 
     def prune(self, server: Tree) -> Tree:
-        """Threshold once: what loses columns by it is judged by its new norm in the next round."""
+        """Threshold once: groups that lose columns by it are judged by their new norm in the next round."""
         gates, floored = self._threshold(server["weights"])
         return {**server, "weights": self.gating.prune(server["weights"], gates), "floored": floored, "open": gates}
 
@@ -55,7 +55,7 @@ class GroupLasso(LocalGates):
         return {"weights": server["weights"], "gates": server["open"]}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
-        """The mean, absent groups counting as zero."""
+        """The mean; absent groups count as zero."""
         return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:

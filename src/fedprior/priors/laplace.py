@@ -2,8 +2,8 @@
 
     log p(φ | w) = −λ Σ_j |φ_j − w_j| + const
 
-Its pull is not smooth, so the client takes an exact proximal step after each gradient step, and many of its weights
-stay *equal* to the server's. Only those that differ are sent. The closed-form M-step is the coordinate-wise median,
+Its pull is not smooth, so the client takes an exact proximal step after each gradient step. Many of its weights then
+stay *equal* to the server's, and only those that differ are sent. The closed-form M-step is the coordinate-wise median,
 which outliers do not move; the gradient M-step adds up signs.
 """
 
@@ -32,7 +32,7 @@ class Laplace(Prior):
         return -sum(parts[1:], parts[0])
 
     def temper(self) -> Mapping[str, float]:
-        """Nothing: the client's pull is `prox`."""
+        """No terms: `prox` applies the client's pull."""
         return {}
 
     def prox(self, local: Tree, packet: Tree, lr: Tensor) -> Tree:
@@ -44,12 +44,12 @@ class Laplace(Prior):
         return {"weights": pulled}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
-        """The median by weight; of an even number of clients that count alike, the middle between the middle two."""
+        """The weighted median; for an even number of clients that count equally, the midpoint of the middle two."""
         medians = {name: median(values, weight) for name, values in assignments.weights.items()}
         return {**server, "weights": medians}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
-        """The gates say which weights moved; the others need not be sent."""
+        """Mark the weights that moved; the others need not be sent."""
         moved = {name: (local["weights"][name] != w).to(w.dtype) for name, w in packet["weights"].items()}
         return {"weights": {name: moved[name] * value for name, value in local["weights"].items()}, "gates": moved}
 

@@ -1,8 +1,8 @@
-"""Gates by magnitude: a group is as likely to be open as its norm is above a threshold.
+"""Gates by magnitude: the further a group's norm is above a threshold, the likelier its gate is open.
 
     θ_g = σ((‖w_g‖ − τ_g) / T),   τ_g = softplus(v_g)
 
-What a server with such gates keeps, prunes and says; what its clients do with them is the prior's.
+This defines what a server with such gates keeps, prunes and says. The prior defines what clients do with them.
 """
 
 import math
@@ -32,22 +32,22 @@ THRESHOLDS = ("stay", "follow")
 
 @dataclass(frozen=True)
 class MagnitudeGates(LocalGates):
-    """Base of priors whose gates are thresholds on norms, unit by unit or weight by weight as `gating` says."""
+    """The base class of priors with thresholds on norms as gates, per unit or per weight, as `gating` says."""
 
     gating: Gating
     temperature: float = 1e-3
     """T: how soft the threshold is, in units of a group's norm."""
     theta_start: float = 0.99
-    """θ at the start: dense."""
+    """θ at the start, when the network is dense."""
     prune_below: float = 0.1
     """ε: gates with θ ≤ ε are not part of the server's network."""
     dense_rounds: int = 0
-    """Rounds before there are any thresholds: all gates are open, and norms come to mean something."""
+    """Rounds without thresholds at the start: all gates are open while norms become meaningful."""
     prune_server: bool = True
-    """Drop those gates from the server's state every round, so that they are not sent."""
+    """Whether to drop those gates from the server's state every round, so that they are not sent."""
     thresholds: str = "stay"
-    """What τ does when the server's optimiser moves ‖w_g‖: `stay`, as Algorithm 1 reads, or `follow`, so that θ
-    changes by the clients' votes alone."""
+    """What τ does when the server's optimiser moves ‖w_g‖: `stay`, as in Algorithm 1, or `follow`, so that only the
+    clients' votes change θ."""
 
     def check(self) -> None:
         if not self.temperature > 0:
@@ -62,12 +62,12 @@ class MagnitudeGates(LocalGates):
         super().check()
 
     def logits(self, state: Tree) -> Gates:
-        """(‖w_g‖ − τ_g) / T of a server, packet or client state. A packet's closed gates stay closed."""
+        """(‖w_g‖ − τ_g) / T for a server, packet or client state. A packet's closed gates stay closed."""
         return self.gating.part(self.joint_logits(state))
 
     def joint_logits(self, state: Tree, norms: Tensor | None = None) -> Tensor:
-        """The same, all layers in one vector; the norms may be known already."""
-        if "joint" in state:  # a packet, once received
+        """The same, with all layers in one vector; the norms may be known already."""
+        if "joint" in state:  # a received packet
             return state["joint"]["logits"]
         return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
@@ -78,14 +78,14 @@ class MagnitudeGates(LocalGates):
         return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0)
 
     def norms(self, weights: Params, state: Tree) -> Tensor:
-        """‖w_g‖ of all groups. Columns that read a pruned unit are gone, but their share of the norm, which nothing can
-        change any more, is not: the `silent` section of a server's state or packet is the norm of what went."""
+        """‖w_g‖ of all groups. Columns that read a pruned unit are gone, but their share of the norm, now constant,
+        still counts: the `silent` section of a server's state or packet holds the norm of the lost columns."""
         norms = self.gating.magnitudes(weights)
         return norms if "silent" not in state else torch.hypot(norms, self._silent(state))
 
     def _silent(self, state: Tree) -> Tensor:
-        """All layers in one vector; nothing ever goes from those that read no gated unit."""
-        if "joint" in state:  # a packet, once received
+        """The silent norms of all layers in one vector; layers that read no gated unit never lose anything."""
+        if "joint" in state:  # a received packet
             return state["joint"]["silent"]
         found, like = state["silent"], next(iter(state["weights"].values()))
         shapes = self.gating.gate_shapes.items()
@@ -114,7 +114,7 @@ class MagnitudeGates(LocalGates):
         return {"weights": params, "thresholds": none, "age": {"rounds": norms.new_zeros(())}}
 
     def _come_of_age(self, server: Tree) -> Tree:
-        """Count rounds; after the dense ones, set the thresholds so that θ starts where it would have at the start."""
+        """Count rounds; after the dense ones, set the thresholds such that θ has its initial value."""
         if "age" not in server:
             return server
         age = server["age"]["rounds"] + 1
@@ -129,20 +129,20 @@ class MagnitudeGates(LocalGates):
 
     def _open(self, logits: Tensor, norms: Tensor) -> tuple[Gates, Gates]:
         likely = (logits > self._edge).to(logits.dtype)
-        # The floor must not choose a group that was pruned before: there is nothing left of it to keep.
+        # The floor must not choose a group that was pruned before: nothing of it is left to keep.
         scores = torch.where(norms > 0, logits, CLOSED)
         return self.gating.floor(self.gating.part(likely), self.gating.part(scores))
 
     def prune(self, server: Tree) -> Tree:
-        """w ← I[θ > ε] w, and with a unit the weights that read it, which have no effect any more.
+        """w ← I[θ > ε] w. The weights that read a closed unit go with it, because they no longer have an effect.
 
-        What the groups that lose columns lose of their norm is kept as one number each (see `norms`). A gate that only
-        the floor keeps is opened again as at the start: kept but closed it would be dead weight.
+        For each group that loses columns, the lost part of its norm is kept as one number (see `norms`). A gate that
+        only the floor keeps is reopened as at the start: if it stayed closed, it would be dead weight.
         """
         server = self._come_of_age(server)
         if not self.prune_server:
             return {**server, "floored": self.open_gates(server)[1]}
-        if "open" in server:  # an optimiser's momentum moves what was pruned; it is not part of any norm
+        if "open" in server:  # an optimiser's momentum moves pruned weights, which are not part of any norm
             server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
         norms = self.norms(server["weights"], server)
         logits = self.joint_logits(server, norms)
@@ -153,7 +153,7 @@ class MagnitudeGates(LocalGates):
         return {**pruned, **self._without(server, gates, kept)}
 
     def _without(self, server: Tree, gates: Gates, kept: Tensor) -> Tree:
-        """The weights that these gates leave, and the norms of what groups that are kept have lost so far."""
+        """The weights that these gates leave, and the norms of what the kept groups have lost so far."""
         weights = self.gating.prune(server["weights"], gates)
         if not self.gating.narrowed:
             return {"weights": weights}
@@ -172,12 +172,12 @@ class MagnitudeGates(LocalGates):
         return {**packet, "silent": {layer: server["silent"][layer] for layer in self._narrow}}
 
     def adjust(self, before: Tree, after: Tree) -> Tree:
-        """τ ← τ + ‖w_new‖ − ‖w_old‖ beside the step that the votes made, for the groups that are still there."""
+        """τ ← τ + ‖w_new‖ − ‖w_old‖, in addition to the step from the votes, for the groups that are still there."""
         if self.thresholds == "stay":
             return after
         old, new = self.gating.join(before["thresholds"]), self.gating.join(after["thresholds"])
         weights, moves = after["weights"], ~without_threshold(old)
-        if "open" in before:  # momentum moves what was pruned as well
+        if "open" in before:  # momentum moves pruned weights as well
             weights = self.gating.prune(weights, before["open"])
             moves = moves & (self.gating.join(before["open"]) > 0)
         further = self.norms(weights, before) - self.norms(before["weights"], before)
@@ -190,8 +190,8 @@ class MagnitudeGates(LocalGates):
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
-        # A logit is (‖w‖ − τ) / T with T = 1e-3: whole numbers are too coarse. One a unit costs next to nothing in
-        # full; one a weight is as many as the weights, and near enough in float16, because τ is then small.
+        # A logit is (‖w‖ − τ) / T with T = 1e-3, so whole numbers are too coarse. One per unit costs almost nothing in
+        # full precision. One per weight doubles the message, but float16 is enough, because τ is then small.
         few = any(size > 1 for size in self.gating.sizes().values())
         precision, shapes = "float32" if few else "float16", self.gating.gate_shapes
         sections = {"thresholds": Section(shapes, dict, precision=precision)}
@@ -201,7 +201,7 @@ class MagnitudeGates(LocalGates):
 
     @property
     def _lasting(self) -> bool:
-        """Whether messages say how much of a group's norm is of columns that are gone."""
+        """Whether messages say how much of a group's norm comes from columns that are gone."""
         return self.prune_server and bool(self._narrow)
 
     @property
@@ -210,7 +210,7 @@ class MagnitudeGates(LocalGates):
         return [layer for layer in self.gating.gate_shapes if self.gating.can_narrow(layer)]
 
     def follow(self, packet: Tree, weights: Params) -> Tree:
-        """Rounding moves the norms, by more than T; v moves along and every θ stays what it was, as in `prune`."""
+        """Rounding moves the norms by more than T. Move v along, so that no θ changes, as in `prune`."""
         v = self.gating.join(packet["thresholds"])
         moved = self._thresholds(self.norms(weights, packet), self.joint_logits(packet))
         moves = (self.gating.join(packet["gates"]) > 0) & ~without_threshold(v)
@@ -223,11 +223,11 @@ class MagnitudeGates(LocalGates):
     def closures(self, before: Tree, after: Tree, solved: bool) -> Tree:
         """Count the gates that this round closed: by votes, or by the server's step on the weights.
 
-        T logit = ‖w‖ − τ fell because τ rose, which clients' gates decide, or because ‖w‖ fell, which nobody voted for:
-        whichever was more. Where τ goes along with ‖w‖ only votes are left.
+        T logit = ‖w‖ − τ fell because τ rose, which clients' gates decide, or because ‖w‖ fell, for which no client
+        voted. The larger change counts. If τ follows ‖w‖, only votes can close a gate.
         """
         was = before["open"] if "open" in before else self.open_gates(before)[0]
-        # An optimiser's momentum moves what was pruned; it is not part of any norm.
+        # An optimiser's momentum moves pruned weights, which are not part of any norm.
         weights = self.gating.prune(after["weights"], was) if "open" in before else after["weights"]
         later = {**after, "weights": weights}
         closed = (self.gating.join(was) > 0) & (self.gating.join(self.open_gates(later)[0]) == 0)

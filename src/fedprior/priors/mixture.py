@@ -2,8 +2,8 @@
 
     p(φ | w_1 … w_K) = 1/K Σ_k N(φ | w_k, 1/λ)
 
-A client starts at the component that explains its data best and is pulled towards all of them by their
-responsibilities. The server moves each component to the responsibility-weighted mean, and predicts with all of them.
+A client starts at the component that explains its data best and is pulled towards all components by their
+responsibilities. The server moves each component to the responsibility-weighted mean and predicts with all of them.
 """
 
 import math
@@ -30,7 +30,7 @@ class Mixture(Prior):
     components: int = 3
     precision: float = 0.1
     spread: float = 0.1
-    """How far apart the components start: 0 is one point, 1 is as far as independent initialisations."""
+    """How far apart the components start: 0 is one point, 1 is the distance of independent initialisations."""
 
     @property
     def looks_at_data(self) -> bool:  # type: ignore[override]
@@ -62,8 +62,8 @@ class Mixture(Prior):
     def init(self, params: Params) -> Tree:
         """The model itself, and K − 1 copies mixed with a shuffle of each tensor's own entries.
 
-        Far apart, every client answers to one component only; the first to improve then draws all clients, and the
-        others never learn. So components start near enough that responsibilities are shared.
+        If components start far apart, every client belongs to one of them. The first to improve then attracts all
+        clients, and the others never learn. So components start close enough to share responsibilities.
         """
         weights = {}
         root = keys.fold(keys.key(0, next(iter(params.values())).device), Purpose.COMPONENTS)
@@ -77,7 +77,7 @@ class Mixture(Prior):
         return {"weights": weights}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
-        """w_k = Σ_s n_s r_sk φ_s / Σ_s n_s r_sk; a component that no client answers to stays where it is."""
+        """w_k = Σ_s n_s r_sk φ_s / Σ_s n_s r_sk; a component without clients stays where it is."""
         shares = weighted(torch.func.vmap(self.responsibilities, (0, None))(assignments, server), weight)
         total = shares.sum(0)
         weights = {}
@@ -93,7 +93,7 @@ class Mixture(Prior):
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         if self.components == 1:
             return {"weights": {name: value[0] for name, value in packet["weights"].items()}}
-        # One after the other: a user's loss may not run under two vmaps, as torch's mse_loss does not.
+        # One after another: a user's loss may not run under two vmaps; torch's mse_loss does not.
         members = [{name: value[k] for name, value in packet["weights"].items()} for k in range(self.components)]
         best = torch.stack([explain(member) for member in members]).argmin().reshape(1)
         return {"weights": {name: value.index_select(0, best)[0] for name, value in packet["weights"].items()}}

@@ -1,19 +1,19 @@
-"""Spike and slab under a budget: FedNarrow, a narrower network of a size that the user names.
+"""Spike and slab under a budget: FedNarrow, a narrower network of a size that the user chooses.
 
     z_g ∈ {0, 1} for all clients,   φ | z = 1 ~ N(w, 1/λ),   φ | z = 0 ~ δ(0),   size(z) ≤ budget
 
 The gates are global, as in federated dropout, and the M-step assigns them: it keeps what costs the most to lose. A
 unit's strength is the norm of the weights that make it times the norm of those that read it, which does not change when
-a ReLU network is rescaled; its share is its strength over that of its layer. Losing the unit moves what the layer says
-by that share, and a loss near its minimum is quadratic, so
+a ReLU network is rescaled. Its share is its strength divided by that of its layer. Losing the unit changes the layer's
+output by that share, and a loss near its minimum is quadratic, so
 
     z_g = 1  ⟺  share_g² > μ · (parameters that go with the unit)
 
 with the price μ, the dual variable of the budget, as small as the budget allows. There is nothing to tune: the budget
-says where the price stands, and units of any scale, from any initialisation, are compared within their own layer.
+determines the price, and units of any scale, from any initialisation, are compared within their own layer.
 
-What is kept may be drawn, as in federated dropout: then p(z_g = 1) is 0 or 1 − rate instead of 0 or 1, the server draws
-a sub-network for each client, and the network that it ships has of each unit what the clients had on average.
+The kept units may be drawn, as in federated dropout. Then p(z_g = 1) is 0 or 1 − rate instead of 0 or 1, the server
+draws a sub-network for each client, and it ships each unit scaled by the clients' average.
 """
 
 import itertools
@@ -32,24 +32,24 @@ from fedprior.units import Gating
 
 @dataclass(frozen=True)
 class Narrow(GlobalGates):
-    """Gates that the server assigns, so many that the asked share of parameters is gone."""
+    """Gates that the server assigns such that the requested share of parameters is gone."""
 
     gating: Gating
     sparsity: float = 0.5
-    """The share of parameters to be rid of, effective: with a unit go the weights that read it."""
+    """The effective share of parameters to remove: the weights that read a unit go with it."""
     precision: float = 0.0
     """λ: the pull of a client's weights towards the server's."""
     dense_rounds: int = 0
     """Rounds before the first gate closes."""
     shrink: float = 1.0
-    """After them, the share of the network that goes in a round at most; 1: all that is to go."""
+    """After them, the largest share of the network that one round may remove; 1 sets no limit."""
     conv_rate: float = 0.0
     linear_rate: float = 0.0
-    """How often a filter or neuron that is kept is left out of what a client is sent."""
+    """The probability that a kept filter or neuron is left out of a client's packet."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Of each layer whose units are drawn, whether its rate is that of `conv` or `linear`; none: no unit is drawn."""
+    """Whether each layer whose units are drawn has the rate of `conv` or `linear`; if empty, no unit is drawn."""
     yields: bool = False
-    """Whether the two above are nobody's wish: then a run of few rounds closes gates earlier and faster."""
+    """Whether the user set neither `dense_rounds` nor `shrink`; a short run then closes gates earlier and faster."""
     scalars = ("sparsity", "precision", "shrink", "conv_rate", "linear_rate")
 
     def check(self) -> None:
@@ -69,13 +69,13 @@ class Narrow(GlobalGates):
         super().check()
 
     def most_sparse(self) -> float:
-        """The sparsity that is reached whatever the weights: that of the largest network at the floor.
+        """The sparsity that can be reached with any weights: that of the largest network at the floor.
 
-        Layers that are added up need not keep the same channels, and who reads the sum then hears the channels of all.
+        Layers that are added need not keep the same channels; a reader of the sum then reads the channels of all.
         """
         shapes = {layer: torch.Size(shape) for layer, shape in self.gating.gate_shapes.items()}
         closed = {layer: torch.zeros(shape, dtype=torch.float64) for layer, shape in shapes.items()}
-        # First any units, each as likely; then layer by layer those that add the most to what the others have.
+        # First any units, all equally likely; then, layer by layer, those that add the most to the others.
         gates = {layer: gate + min(1.0, self.gating.least / gate.numel()) for layer, gate in closed.items()}
         for layer in gates:
             added = torch.func.grad(self.gating.effective_parameters)(gates)
@@ -84,16 +84,16 @@ class Narrow(GlobalGates):
 
     @property
     def final_size(self) -> float:
-        """How many parameters there may be in the end."""
+        """How many parameters may be left in the end."""
         return (1 - self.sparsity) * self.gating.parameters
 
     def fit(self, rounds: int) -> "Narrow":
-        """Where the size would not be met: dense for a quarter of the rounds, and small after three quarters."""
+        """If the run is too short for the size: dense for a quarter of the rounds, small after three quarters."""
         if not self.yields or self.settled(rounds):
             return self
         dense = min(self.dense_rounds, rounds // 4)
         closing = max(1, 3 * rounds // 4 - dense)
-        # A little more than the root, which times itself may stay above by a rounding error.
+        # A little more than the root, whose power may stay above the goal by a rounding error.
         share = 1 - (1 - self.sparsity) ** (1 / closing) + 1e-9
         return replace(self, dense_rounds=dense, shrink=min(1.0, max(self.shrink, share)))
 
@@ -107,7 +107,7 @@ class Narrow(GlobalGates):
         ]
 
     def settled(self, round_number: int) -> bool:
-        """Whether the goal of a round is that of all later ones."""
+        """Whether all later rounds have the same goal."""
         goal = (1 - self.shrink) ** max(0, round_number - self.dense_rounds)
         return goal <= 1 - self.sparsity
 
@@ -120,63 +120,63 @@ class Narrow(GlobalGates):
         return {"weights": weights, "open": gates, "age": {"rounds": next(iter(gates.values())).new_zeros(())}}
 
     def _at_once(self, weights: Params, gates: Gates) -> Gates:
-        """Close what is to go before the first round, a tenth of the network at a time.
+        """Close gates before the first round, a tenth of the network at a time.
 
-        With every unit that goes those that stay have a larger share, so that no layer is emptied before the others are
-        touched.
+        With every unit that goes, the shares of the remaining ones grow, so that no layer is emptied before the others
+        lose any.
         """
         size = float(self.gating.effective_parameters(gates))
         while size > self.final_size:
             goal = torch.tensor(max(self.final_size, 0.9 * size), dtype=torch.float64)
             gates, _ = self.assign(self.gating.prune(weights, gates), gates, goal.to(next(iter(gates.values())).device))
             before, size = size, float(self.gating.effective_parameters(gates))
-            if size == before:  # what is left is the floor's
+            if size == before:  # only the floor is left
                 break
         return gates
 
     def prune(self, server: Tree) -> Tree:
-        """Assign the gates of the next round, and take what they close out of the weights."""
+        """Assign the gates of the next round, and remove what they close from the weights."""
         age = server["age"]["rounds"] + 1
-        # An optimiser's momentum moves what was pruned.
+        # An optimiser's momentum moves pruned weights.
         weights = self.gating.prune(server["weights"], server["open"])
         gates, floored = self.assign(weights, server["open"], self._goal(age))
         weights = self.gating.prune(weights, gates)
         return {**server, "weights": weights, "open": gates, "floored": floored, "age": {"rounds": age}}
 
     def _goal(self, age: Tensor) -> Tensor:
-        """How many parameters the network may have in a round: the target, reached by a constant share a round."""
+        """How many parameters the network may have in a round: a constant share goes per round until the target."""
         share = (1 - self.shrink) ** (age - self.dense_rounds).clamp(min=0)
         return share.clamp(min=1 - self.sparsity) * self.gating.parameters
 
     def assign(self, weights: Params, gates: Gates, goal: Tensor) -> tuple[Gates, Gates]:
-        """Close the gates of the least worth a parameter until no more than `goal` are left.
+        """Close the gates with the least worth per parameter until no more than `goal` parameters are left.
 
-        What goes with a unit is counted as if it alone went. Two that go together share some weights, so this closes
-        too few rather than too many, and the next round closes the rest.
+        Each unit is counted as if only it went. Two units that go together share some weights, so this closes too few
+        rather than too many, and the next round closes the rest.
         """
         costs, size = torch.func.grad_and_value(self.gating.effective_parameters)(gates)
         cost, is_open = self.gating.join(costs), self.gating.join(gates) > 0
         worth = self.gating.join(self.shares(weights)) ** 2 / cost.clamp(min=1)
-        # The floor's units are not for sale: closed and opened again, they would be counted as gone.
+        # Exclude the floor's units: closed and reopened, they would count as gone.
         scores = self.gating.part(torch.where(is_open, worth, -1.0))
         kept, _ = self.gating.floor({layer: torch.zeros_like(gate) for layer, gate in gates.items()}, scores)
         worth = torch.where(is_open & (self.gating.join(kept) == 0), worth, torch.inf)
-        order = worth.argsort(stable=True)  # units of the same worth go in their order, on any device
+        order = worth.argsort(stable=True)  # ties are broken by position, on any device
         gone = torch.where(is_open, cost, 0.0)[order].double()
         closes = gone.cumsum(0) - gone < size - goal
         left = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
         return self.gating.floor(self.gating.part(torch.maximum(left, self.gating.join(kept) * is_open)), scores)
 
     def shares(self, weights: Params) -> Gates:
-        """The share that every unit has in the strength of its layer."""
+        """Every unit's share of its layer's strength."""
         strengths = self.gating.strengths(weights)
-        # A layer that nothing is heard of yet, such as one before a head of zeros: its units are alike.
+        # In a layer without any effect yet, such as one before a head of zeros, all units are equal.
         heard = {layer: torch.where(s.sum() > 0, s, torch.ones_like(s)) for layer, s in strengths.items()}
         return {layer: s / s.sum() for layer, s in heard.items()}
 
     @property
     def per_client(self) -> bool:  # type: ignore[override]
-        """Where units are drawn every client has a network of its own."""
+        """If units are drawn, every client has its own network."""
         return bool(self.kinds)
 
     def rate(self, layer: str) -> float:
@@ -189,7 +189,7 @@ class Narrow(GlobalGates):
         return {"weights": server["weights"], "gates": server["open"]}
 
     def predict(self, server: Tree) -> Params:
-        """E[z] w: of every unit what the clients have of it on average."""
+        """E[z] w: every unit, scaled by how often clients have it."""
         weights = self.gating.apply(self.gating.prune(server["weights"], server["open"]), self.gates(server))
         return {name: value.unsqueeze(0) for name, value in weights.items()}
 

@@ -7,8 +7,8 @@ The server owns w and v. A client optimises its own w_s and v_s, starting at the
 
     loss(w_s ⊙ z) + λ/2 Σ_j π_j (w_sj − w_j)² + λ₀ Σ_j π_j − κ Σ_g (π_g log θ_g + (1 − π_g) log(1 − θ_g))
 
-with z from the hard-concrete relaxation of Bern(π). The norms in θ and π are detached: thresholds decide, weights do
-not shrink to close a gate. j runs over parameters and g over gates.
+with z from the hard-concrete relaxation of Bern(π). The norms in θ and π are detached: thresholds decide, and weights
+do not shrink to close a gate. j runs over parameters and g over gates.
 """
 
 from collections.abc import Mapping
@@ -27,19 +27,19 @@ from fedprior.priors.magnitude import MagnitudeGates
 from fedprior.priors.thresholds import draw_gates, without_threshold
 
 NEAR = 0.2
-"""How near the watershed, as a share of it, is worth a warning."""
+"""How close to the watershed, as a share of it, deserves a warning."""
 
 
 @dataclass(frozen=True)
 class SpikeSlab(MagnitudeGates):
-    """Spike and slab with magnitude thresholds, unit by unit or weight by weight as `gating` says."""
+    """Spike and slab with magnitude thresholds, per unit or per weight, as `gating` says."""
 
     lambda0: float = 5e-6
     """λ₀: what one active parameter costs."""
     precision: float = 0.0
     """λ: the pull of an active weight towards the server's."""
     cross_entropy: float = 1e-4
-    """κ: how much a client's gates heed the server's; the paper scales this term down."""
+    """κ: how strongly the server's gates pull a client's; the paper scales this term down."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
 
     # ------------------------------------------------------------------ the density
@@ -47,12 +47,12 @@ class SpikeSlab(MagnitudeGates):
         return {"drift": self.drift, "l0": self.l0, "gates": self.agreement}
 
     def drift(self, assignment: Assignment, server: Tree) -> Tensor:
-        """−½ Σ_j z_j (w_sj − w_j)², z_j the gate of the group that weight j belongs to."""
+        """−½ Σ_j z_j (w_sj − w_j)², where z_j is the gate of weight j's group."""
         own = self.gating.rows(assignment.gates)
         return -0.5 * squared_distance(assignment.weights, server["weights"], own)
 
     def l0(self, assignment: Assignment, server: Tree) -> Tensor:
-        """−Σ_j z_j over parameters: a gate pays for each parameter it switches."""
+        """−Σ_j z_j over parameters: a gate pays for each parameter that it switches."""
         gates = self._joint_gates(assignment)
         return -(gates * self.gating.joint_sizes(gates)).sum()
 
@@ -62,21 +62,21 @@ class SpikeSlab(MagnitudeGates):
         return (self._joint_gates(assignment) * logits - F.softplus(logits)).sum()
 
     def _joint_gates(self, assignment: Assignment) -> Tensor:
-        """All gates in one vector; what a client expects has them so already."""
+        """All gates in one vector; an expected assignment has them in that form already."""
         return assignment.joint["gates"] if assignment.joint else self.gating.join(assignment.gates)
 
     def temper(self) -> Mapping[str, float]:
         return {"drift": self.precision, "l0": self.lambda0, "gates": self.cross_entropy}
 
     def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
-        """As in the base class. Two terms are linear in π: once a packet is received, they are one price a gate."""
+        """As in the base class. Two terms are linear in π: for a received packet, they are one price per gate."""
         if "joint" not in server or isinstance(self.precision, Tensor) or self.precision != 0:
             return super().tempered_log_prob(assignment, server)
         return (self._joint_gates(assignment) * server["joint"]["price"]).sum() - server["joint"]["constant"]
 
     # ------------------------------------------------------------------ the server
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
-        """w = Σ z w_s / Σ z, and θ = mean of z, held away from 0 and 1 because v must stay finite."""
+        """w = Σ z w_s / Σ z, and θ = mean of z, kept away from 0 and 1 because v must stay finite."""
         weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments.gates), assignments, server, weight)
         edge = min(self.theta_start, 1 - self.theta_start)
         means = {layer: mean(gate, weight) for layer, gate in assignments.gates.items()}
@@ -89,12 +89,12 @@ class SpikeSlab(MagnitudeGates):
     known_slope = True
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
-        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's algorithm 1, downhill."""
+        """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's Algorithm 1, as descent."""
         sent = torch.func.vmap(self.gating.rows)(uploads["gates"])
         weights = {}
         for name, values in uploads["weights"].items():
             w = server["weights"][name]
-            # Difference first: a mean of equal numbers need not equal them, and Adam makes much of the last bit.
+            # Take the difference first: a mean of equal numbers may differ from them, and Adam amplifies the last bit.
             weights[name] = mean((w * sent[name] if name in sent else w) - values, weight)
         v = self.gating.join(server["thresholds"])
         z, theta = torch.func.vmap(self.gating.join)(uploads["gates"]), self._logits(server, None)[1]
@@ -121,11 +121,11 @@ class SpikeSlab(MagnitudeGates):
         return Assignment(local["weights"], self.gating.part(gates), {"logits": logits, "gates": gates})
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
-        """w_s ⊙ z with z hard concrete, its location set so that P(z > 0) = π."""
+        """w_s ⊙ z, where z is hard concrete with its location such that P(z > 0) = π."""
         return self.gating.scale(expected.weights, draw_gates(expected.joint["logits"], key))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
-        """z ~ Bern(π), exactly; what z leaves of w_s."""
+        """Draw z ~ Bern(π) exactly; keep the part of w_s that z leaves."""
         expected = self.expect(local, packet).joint
         draws = joint_draws(self.gating, key, expected["gates"].dtype)
         drawn = (draws < expected["gates"]).to(draws.dtype)
@@ -134,10 +134,10 @@ class SpikeSlab(MagnitudeGates):
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:
-        """Whether a group stands at the watershed, where chance decides.
+        """Warn about groups at the watershed, where chance decides.
 
-        A gate is pushed shut while n_g λ₀ > κ logit θ_g. θ starts alike everywhere, so groups with a little more
-        than that run away, and those with a little less stay open.
+        A gate is pushed shut while n_g λ₀ > κ logit θ_g. θ starts at the same value everywhere, so groups slightly
+        above that run away, and those slightly below stay open.
         """
         edge, sizes = self.cross_entropy * self._start, self.gating.sizes()
         near = {layer: n for layer, n in sizes.items() if abs(n * self.lambda0 - edge) < NEAR * edge}

@@ -1,6 +1,6 @@
-"""Gates by magnitude thresholds, and their relaxation: σ((‖w‖ − τ) / T), τ = softplus(v), and the hard concrete.
+"""Gates by magnitude thresholds, σ((‖w‖ − τ) / T) with τ = softplus(v), and their hard-concrete relaxation.
 
-All gates are in one vector, whatever layers they belong to.
+All gates are in one vector, whatever their layers.
 """
 
 import math
@@ -15,22 +15,22 @@ from fedprior.core.operations import operation
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
 SHIFT = math.log(-GAMMA / ZETA)
-"""What makes P(z > 0) = π."""
+"""The shift of the location that makes P(z > 0) = π."""
 SMALLEST = 1e-8
 """The smallest threshold."""
 CLOSED = -1e9
-"""The logit of a gate that the server has closed for good: of probability zero, and less likely than any other."""
+"""The logit of a gate that the server has closed for good: its probability is zero, less than that of any other."""
 NO_THRESHOLD, OPEN = -100.0, 100.0
-"""v of a gate in the dense rounds, and its logit then: of probability one in any precision, however small its norm."""
+"""v and the logit of a gate in the dense rounds: its probability is one in any precision, however small its norm."""
 EDGE = NO_THRESHOLD / 2
-"""Below it there is no threshold: half way, because an optimiser with weight decay moves v a little."""
+"""Below this v there is no threshold. It is half of it, because an optimiser with weight decay moves v a little."""
 
 
 @operation
 def logits_and_gates(
     norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits and probabilities; gates that are not open are closed for good. `dense`: some have no threshold yet."""
+    """Logits and probabilities. Gates that are not open are closed for good. With `dense`, some lack a threshold."""
     logits = (norms - F.softplus(v)) / temperature
     if dense:
         logits = torch.where(without_threshold(v), OPEN, logits)
@@ -44,7 +44,7 @@ def without_threshold(v: Tensor) -> Tensor:
 
 
 def thresholds_for(norms: Tensor, logits: Tensor | float, temperature: float) -> Tensor:
-    """v such that the gates have these logits; where that needs τ < 0, the smallest τ there is."""
+    """v such that the gates have these logits; if that needs τ < 0, the smallest τ is used."""
     tau = (norms - temperature * logits).clamp(min=SMALLEST)
     return inverse_softplus(tau)
 
@@ -63,5 +63,5 @@ def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
 
 @operation
 def draw_gates(logits: Tensor, key: Tensor) -> Tensor:
-    """One hard-concrete draw a gate from the key's uniform numbers; differentiable in the logits."""
+    """One hard-concrete draw per gate, from the key's uniform numbers; differentiable in the logits."""
     return hard_concrete(logits, keys.uniform(key, tuple(logits.shape), logits.dtype))
