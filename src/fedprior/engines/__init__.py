@@ -1,1 +1,1 @@
-"""Engines: many clients on one machine, every message encoded and counted; in a loop, or stacked."""
+"""Engines: many clients on one machine, with every message encoded or counted, in a loop or stacked."""

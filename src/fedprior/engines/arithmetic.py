@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def using(kind: str, device: torch.device) -> Iterator[None]:
-    """Within this context convolutions and products of matrices on a GPU are of that kind; elsewhere nothing changes.
+    """In this block, convolutions and matrix products on a GPU are of that kind. Nothing changes outside it.
 
     A CUDA graph keeps the kind it was captured with.
     """
@@ -27,6 +27,6 @@ def using(kind: str, device: torch.device) -> Iterator[None]:
 def _set(products: str, convolutions: bool) -> None:
     torch.set_float32_matmul_precision(products)
     if torch.backends.cudnn.allow_tf32 != convolutions:
-        with warnings.catch_warnings():  # newer versions of torch have a newer name, which older ones do not know
+        with warnings.catch_warnings():  # newer versions of torch have a new name that older ones do not know
             warnings.simplefilter("ignore")
             torch.backends.cudnn.allow_tf32 = convolutions

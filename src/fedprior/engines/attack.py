@@ -1,4 +1,4 @@
-"""Hostile clients, to see what an algorithm withstands. They tamper with what they learned before they commit."""
+"""Hostile clients, to see what an algorithm withstands. They change what they learned before they commit."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from fedprior.core.trees import Tree
 
 Attack = Callable[[Tensor, Tree, Tree], Tree]
-"""From whether the client is hostile, its variables and its packet to the variables it will commit."""
+"""Maps whether the client is hostile, its variables and its packet to the variables it will commit."""
 
 
 def _tampered(change: Callable[[Tensor, Tensor], Tensor]) -> Attack:
     def attack(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
         weights = {
-            # A mixture's packet holds several models; a hostile client turns against their mean.
+            # A mixture's packet holds several models; a hostile client moves relative to their mean.
             name: torch.where(hostile, change(value, _centre(packet["weights"][name], value)), value)
             for name, value in local["weights"].items()
         }

@@ -1,4 +1,4 @@
-"""Which examples a client sees at each local step: the same for a padded and an unpadded client."""
+"""Which examples a client sees at each local step, the same with and without padding."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,16 +26,16 @@ class Schedule:
         return cls(settings.batch_size, settings.epochs, settings.local_steps)
 
     def per_epoch(self, size: int) -> int:
-        """Batches in one pass over `size` examples; the last may be smaller."""
+        """The number of batches in one pass over `size` examples; the last may be smaller."""
         return -(-size // self.batch_size)
 
     def total(self, size: int) -> int:
-        """Local steps of a client with `size` examples."""
+        """The number of local steps of a client with `size` examples."""
         return self.steps if self.steps is not None else self.epochs * self.per_epoch(size)
 
 
 class ClientBatches:
-    """One client's batches, each as long as it is, gathered when it is asked for."""
+    """One client's batches, without padding, gathered on demand."""
 
     def __init__(self, data: FederatedData, client: int, schedule: Schedule, key: Tensor) -> None:
         self.data, self.schedule, self.key = data, schedule, key
@@ -60,22 +60,22 @@ class ClientBatches:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the host must know of a cohort before its tensors are made: how many there are, and how large."""
+    """What the host must know about a cohort before it makes tensors: how many there are, and how large."""
 
     steps: int
-    """Local steps of the client that takes the most."""
+    """The most local steps of any client."""
     epochs: int
-    """Passes of the client that makes the most."""
+    """The most passes of any client."""
     capacity: int
-    """Places for a client's examples: whole batches, so that cohorts of like size share a plan."""
+    """Places for a client's examples, in whole batches, so that cohorts of similar size share a plan."""
     even: bool
-    """Whether all clients take as many steps."""
+    """Whether all clients take the same number of steps."""
     whole: int = 0
-    """Leading batches of each pass that are full for all clients, where they have as many batches."""
+    """How many leading batches of each pass are full for all clients, if all have the same number of batches."""
 
     @classmethod
     def of(cls, sizes: list[int], schedule: Schedule) -> "Plan":
-        """The plan for clients with so many examples."""
+        """The plan for clients with these numbers of examples."""
         totals = [schedule.total(size) for size in sizes]
         epochs = max(-(-total // schedule.per_epoch(size)) for total, size in zip(totals, sizes, strict=True))
         passes, width = {schedule.per_epoch(size) for size in sizes}, schedule.batch_size
@@ -84,14 +84,14 @@ class Plan:
 
 
 class Places(NamedTuple):
-    """Where each client of a cohort has its examples: `rows[start : start + size]`."""
+    """Where the examples of each client in a cohort are: `rows[start : start + size]`."""
 
     rows: Tensor
     start: Tensor
     size: Tensor
 
     def table(self, capacity: int) -> Tensor:
-        """One line of rows a client; places beyond its own repeat its last."""
+        """One line of rows per client; further places repeat its last row."""
         offset = torch.arange(capacity, device=self.rows.device)
         last = (self.size - 1).clamp(min=0)
         places = self.start[:, None] + torch.minimum(offset, last[:, None])
@@ -99,9 +99,9 @@ class Places(NamedTuple):
 
 
 class CohortBatches:
-    """A cohort's batches stacked [clients, batch, …], padded where a client has fewer examples or steps.
+    """A cohort's stacked batches, [clients, batch, …], padded if a client has fewer examples or steps.
 
-    Everything is a tensor: with the same plan, other clients are other numbers in the same captured graph.
+    Everything is a tensor: with the same plan, a captured graph can serve other clients with other numbers.
     """
 
     def __init__(self, x: Tensor, y: Tensor, places: Places, schedule: Schedule, plan: Plan, key: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How rounds are run: clients in turn, or runs stacked together."""
+"""How rounds run: clients in turn, or runs stacked together."""
 
 from typing import Protocol
 
@@ -11,17 +11,17 @@ from fedprior.engines.stacked.together import Together
 
 
 class Engine(Protocol):
-    """What drives one or several simulations, round by round."""
+    """Drives one or several simulations, round by round."""
 
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
-        """One round of each."""
+        """Run one round of each."""
 
     def sync(self) -> None:
         """Bring the simulations up to date, so that they can be saved."""
 
 
 def engine(simulations: list[Simulation], mode: str) -> Engine:
-    """The engine of a mode; clients train in turn in one simulation at a time."""
+    """The engine of a mode. In turn, it drives one simulation at a time."""
     if mode == "in-turn":
         (simulation,) = simulations
         return InTurn(simulation)
@@ -29,7 +29,7 @@ def engine(simulations: list[Simulation], mode: str) -> Engine:
 
 
 def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
-    """The mode that was asked for, or the fastest that the device, the messages and the optimisers allow."""
+    """The requested mode, or the fastest that the device, the messages and the optimisers allow."""
     algorithm, on_gpu = simulation.algorithm, simulation.root.device.type == "cuda"
     optimisers = [*algorithm.local.values(), *(algorithm.server or {}).values()]
     stuck = [str(optimiser) for optimiser in optimisers if not optimiser.capturable]

@@ -1,7 +1,7 @@
-"""Several processes as one: `torchrun` starts them, each trains its share of a cohort, all see all the uploads.
+"""Several processes as one: `torchrun` starts them, each trains its share of a cohort, and all see all uploads.
 
-Every rank chooses the same cohort and makes the same packets, from the same keys. It trains its own clients, gathers
-what the others' left behind, and takes the same M-step. Only the first rank writes and prints.
+Every rank chooses the same cohort and makes the same packets from the same keys. It trains its own clients, gathers the
+results of the others, and takes the same M-step. Only the first rank writes and prints.
 """
 
 import os
@@ -17,28 +17,28 @@ from fedprior.core.trees import Nest
 
 
 def count() -> int:
-    """How many ranks there are; 1 where nobody has started several."""
+    """The number of ranks, 1 unless several were started."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which one this is."""
+    """The number of this rank."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def first() -> bool:
-    """Whether this is the one that writes and prints."""
+    """Whether this is the rank that writes and prints."""
     return rank() == 0
 
 
 def gpu() -> torch.device:
-    """This rank's GPU: one each on a machine."""
+    """This rank's GPU; each rank on a machine has one."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if count() > 1 else torch.device("cuda")
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join the ranks that `torchrun` has started; alone, do nothing."""
+    """Join the ranks that `torchrun` started; do nothing if there is only one."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or count() > 1:
         yield
         return
@@ -52,8 +52,8 @@ def joined() -> Iterator[None]:
 
 
 def share(clients: int) -> list[int]:
-    """The places in a cohort of this rank's clients. All ranks have as many, so that they can gather in one call:
-    where the cohort does not divide, the last client is trained more than once and counted once.
+    """The places of this rank's clients in a cohort. All ranks have the same number, so that they can gather in one
+    call. If the cohort does not divide evenly, the last client is trained more than once and counted once.
 
     >>> share(3)
     [0, 1, 2]
@@ -63,7 +63,7 @@ def share(clients: int) -> list[int]:
 
 
 def own(tree: Nest, clients: int) -> Nest:
-    """This rank's rows of what is stacked by client; alone, everything as it is."""
+    """This rank's rows of a tree stacked by client; everything if there is only one rank."""
     if count() == 1:
         return tree
     places = torch.tensor(share(clients))
@@ -71,14 +71,14 @@ def own(tree: Nest, clients: int) -> Nest:
 
 
 def gather(tree: Nest, clients: int) -> Nest:
-    """From every rank's share to the whole cohort, stacked by client, on every rank."""
+    """Join every rank's share into the whole cohort, stacked by client, on every rank."""
     if count() == 1:
         return tree
     return trees.tree_map(lambda leaf: _gather(leaf)[:clients], tree)
 
 
 def _gather(rows: Tensor) -> Tensor:
-    # Channels-last tensors would be gathered as they lie in memory; a bool has no NCCL type, a bfloat16 none of gloo's.
+    # Channels-last tensors would be gathered in memory order. NCCL has no bool and gloo has no bfloat16.
     plain = rows.detach().contiguous()
     plain = plain.view(torch.uint8) if rows.dtype in (torch.bool, torch.bfloat16) else plain
     parts = [torch.empty_like(plain) for _ in range(count())]

@@ -1,4 +1,4 @@
-"""What happens at the server alike in a simulation and in a deployment: update, evaluate, and the finished model."""
+"""The server's work in a simulation and in a deployment: update, evaluate, and the finished model."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def update(
     number: int,
     rate: float | Tensor = 1.0,
 ) -> Tree:
-    """The M-step of a round. If the new state is not finite, an error, and the optimiser as it was."""
+    """Take the M-step of a round. If the new state is not finite, restore the optimiser and raise an error."""
     moments = optimiser.state() if optimiser else {}
     updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
     if bool(fine):
@@ -49,7 +49,7 @@ def evaluate(
     workers: Workers,
     data: FederatedData | None,
 ) -> Record:
-    """Global and local scores and size of the server as it is; the global ones need test examples."""
+    """Global and local scores, and the size of the current server. Global scores need test examples."""
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
-    """What a summary says of all rounds together, of the last one and, `…_late`, of the last 5%."""
+    """A summary's values for all rounds together, for the last one and, as `…_late`, for the last 5%."""
     server, last = algorithm.prior.prune(state), records[-1]
     return {
         "rounds": len(records),
@@ -78,7 +78,7 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
 
 
 def final_model(algorithm: Algorithm, state: Tree, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
-    """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+    """The user's module with the server's pruned weights, or an ensemble if the server has several models."""
     models = algorithm.ship(algorithm.prior.prune(state))
     members = []
     for k in range(len(next(iter(models.values())))):
@@ -88,7 +88,7 @@ def final_model(algorithm: Algorithm, state: Tree, module: nn.Module, class_dim:
 
 
 def with_values(module: nn.Module, values: Params) -> nn.Module:
-    """A module with these weights and statistics; its norms use those of the batch where there are none."""
+    """A module with these weights and statistics; without statistics, its norms use the batch's."""
     module.load_state_dict(values, strict=False)
     for norm in find_norms(module):
         if norm.name + MEAN not in values:
@@ -97,19 +97,19 @@ def with_values(module: nn.Module, values: Params) -> nn.Module:
 
 
 def learned(module: nn.Module) -> Params:
-    """What training has made of a module: its parameters, and its norms' statistics."""
+    """What a module has learned: its parameters, and its norms' statistics."""
     parameters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     buffers = dict(module.named_buffers())
     return parameters | {n.name + part: buffers[n.name + part] for n in find_norms(module) for part in (MEAN, VARIANCE)}
 
 
 def floored(state: Tree) -> set[str]:
-    """The layers in which the floor kept a unit."""
+    """The layers in which the floor kept units open."""
     return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
 
 
 def client_diverged(client: int, number: int) -> DivergedError:
-    """What a user reads when a client's numbers overflow."""
+    """The error for a client whose numbers overflow."""
     return DivergedError(
         f"client {client} diverged in round {number}: its loss or weights are no longer finite. "
         "The state before that round is kept; lower the learning rates"
@@ -117,7 +117,7 @@ def client_diverged(client: int, number: int) -> DivergedError:
 
 
 def server_diverged(number: int) -> DivergedError:
-    """What a user reads when the server's numbers overflow."""
+    """The error for a server whose numbers overflow."""
     return DivergedError(
         f"the server diverged in round {number}: its weights or thresholds are no longer finite. "
         "The state before that round is kept; lower the server's learning rates"

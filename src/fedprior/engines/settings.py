@@ -1,4 +1,4 @@
-"""From settings to a simulation: what they mean for an algorithm, what they rule out, where they run."""
+"""From settings to a simulation: their effect on an algorithm, what they rule out, and the device."""
 
 import copy
 from dataclasses import replace
@@ -29,14 +29,14 @@ __all__ = ["Settings", "applied", "build", "check_run", "check_useful", "device_
 
 
 def applied(settings: Settings, algorithm: Algorithm) -> Algorithm:
-    """The algorithm as settings say: how precise its messages are, its statistics, how many rounds it has."""
+    """Apply settings to an algorithm: the precision of its messages, its statistics, its number of rounds."""
     statistics = Statistics(settings.statistics, settings.report_statistics, settings.statistics_momentum)
     fitted, wire = algorithm.prior.fit(settings.rounds), Wire.of(settings.wire, settings.entropy)
     return replace(algorithm, prior=fitted, wire=wire, statistics=statistics)
 
 
 def check_run(settings: Settings, algorithm: Algorithm, network: Network, clients: int, *, uneven: bool) -> None:
-    """Refuse what cannot be trained; `uneven`: clients may have different numbers of examples."""
+    """Refuse what cannot be trained. If `uneven`, clients may have different numbers of examples."""
     check_trainable(network.module)
     check_statistics(network.module, settings.statistics)
     algorithm.check(network.params())
@@ -47,9 +47,9 @@ def check_run(settings: Settings, algorithm: Algorithm, network: Network, client
 
 
 def check_useful(settings: Settings, algorithm: Algorithm, network: Network, clients: int, *, tested: bool) -> None:
-    """Refuse settings that would have no effect; `tested`: there are examples to test on.
+    """Refuse settings that would have no effect. If `tested`, there are test examples.
 
-    Only what is asked for is held to this: a recorded run may be older than a refusal, and is resumed as it was.
+    This applies only to new runs: a recorded run may be older than a rule, and is resumed as it was.
     """
     check_effect(RUN_OPTIONS, vars(settings), algorithm=algorithm, network=network, clients=clients, tested=tested)
 
@@ -76,7 +76,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     device, algorithm = device_of(settings), applied(settings, algorithm)
-    # A copy: the user's module stays where it is, with the weights it has.
+    # Copy the module: the user's own must keep its device and weights.
     network = replace(network, module=copy.deepcopy(network.module).to(device))
     server, what = algorithm.init(network.params(), network.statistics()), measures(network, data)
     root, hostile = keys.key(settings.seed, device), torch.zeros(data.clients, dtype=torch.bool, device=device)
@@ -100,5 +100,5 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         measures=what,
         scores=blank_scores(what, data.clients),
     )
-    mode_of(settings.mode, settings.messages, built)  # refuses what cannot be, before anything is written
+    mode_of(settings.mode, settings.messages, built)  # refuses impossible modes before anything is written
     return built

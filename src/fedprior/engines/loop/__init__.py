@@ -1,1 +1,1 @@
-"""One client after the other."""
+"""One client after another."""

@@ -1,7 +1,7 @@
-"""One federated round, top to bottom. It knows no algorithm by name: the prior decides what each line does.
+"""One federated round, from top to bottom. It knows no algorithm by name: the prior decides what each line does.
 
 This is the protocol in a loop, with clients in turn and messages as bytes. `stacked/together.py` maps the same
-functions by `vmap`, for a GPU; the tests hold the two equal.
+functions by `vmap`, for a GPU; tests check that the two agree.
 """
 
 import time
@@ -33,7 +33,7 @@ from fedprior.engines.server import Record, client_diverged, evaluate, floored, 
 
 @dataclass
 class Simulation:
-    """Everything that lasts from round to round. Build it with `engines.settings.build`."""
+    """Everything that persists from round to round. Build it with `engines.settings.build`."""
 
     algorithm: Algorithm
     network: Network
@@ -42,21 +42,21 @@ class Simulation:
     root: Tensor
     """The key of the run, from its seed."""
     workers: Workers
-    """What clients in turn, and evaluations, run on."""
+    """The threads for clients in turn and for evaluations."""
     encode: bool
-    """Whether messages really become bytes and back; if not, their lengths are still counted exactly."""
+    """Whether messages really become bytes and back. If not, their lengths are still counted exactly."""
     streamed: bool
-    """Whether examples stay on the host, and each cohort's are copied to the device."""
+    """Whether examples stay on the host and are copied to the device for each cohort."""
     attack: Attack | None
     hostile: Tensor
-    """Which clients attack, if any do."""
+    """Which clients attack."""
     server: Tree
     optimiser: TreeOptimiser | None
     measures: Measures
     scores: dict[str, Tensor]
-    """By measure, each client's mean on its test set with the model it last sent; nan before its first turn."""
+    """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
-    """What each client that has had a turn remembers: for the correction, and of its own statistics."""
+    """What each client remembers after its first turn: for the correction, and its own statistics."""
     round: int = 0
     seconds: float = field(default=0.0)
 
@@ -89,8 +89,8 @@ class Simulation:
         return record
 
     def _speak(self, server: Tree, turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
-        """What is said to each client, where it is rounded; the packets as clients hear them, stacked; their bytes; and
-        floored layers."""
+        """Return what was said to each client, if rounded; the packets as clients hear them, stacked; their bytes; and
+        the layers where the floor acted."""
         algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), self.settings.clients_per_round
         said, packets, total, kept = [], [], 0, set()
         for key in protocol.broadcast_keys(algorithm.prior, turn):
@@ -102,15 +102,15 @@ class Simulation:
             kept |= floored(spoken.said)
         if algorithm.prior.per_client:
             return said, trees.stack(packets), total, kept
-        # One packet for all: every client sees the same memory.
+        # All clients share the memory of one packet.
         same = trees.tree_map(lambda leaf: leaf.expand(count, *leaf.shape), packets[0])
         return said * count, same, total * count, kept
 
     def _take_turns(self, clients: list[int], packets: Tree, turn: Turn, rate: float | Tensor) -> tuple[EStep, Tensor]:
-        """The clients one after the other, on as many cores as there are workers; of several ranks, this one's share.
+        """Train clients one after another on each worker; with several ranks, only this rank's share.
 
-        On a CPU this is faster than vectorised, because grouped convolutions are slow there. What the E-steps leave
-        behind is stacked by client; of each client's hard assignment, the measures added up over its test examples.
+        On a CPU this is faster than vectorised, because grouped convolutions are slow there. Return the E-steps'
+        results, stacked by client, and the measures of each hard assignment, added up over its test examples.
         """
         data, memory, places = self.data, trees.stack(self.recall(clients)), ranks.share(len(clients))
         stacked = trees.Stack(len(places))
@@ -134,7 +134,7 @@ class Simulation:
         return gathered
 
     def _hear(self, step: EStep, layout: wire.Layout, said: list[Tree]) -> tuple[Tree, int]:
-        """The uploads as the server hears them, in place, and their bytes."""
+        """Replace the uploads by what the server hears, in place; return them and their bytes."""
         total = 0
         for i, reference in enumerate(said):
             sent = trees.row(step.sent, i)
@@ -142,59 +142,59 @@ class Simulation:
             message = protocol.hear(coded, layout, reference)
             total += size
             if message is not sent:
-                # Over what was sent: a cohort of messages beside it would double the memory of a round.
+                # Overwrite what was sent: a second copy of a cohort's messages would double the memory of a round.
                 own = {section: step.upload[section] for section in message}
                 trees.tree_map(lambda rows, leaf, i=i: rows[i].copy_(leaf), own, message)
         return {section: step.upload[section] for section in message}, total
 
     def _carry(self, message: Tree, layout: wire.Layout) -> tuple[Tree, int]:
-        """A message at the other end, and its bytes."""
+        """The message that arrives at the other end, and its bytes."""
         if not self.encode:
             return message, wire.message_bytes(message, layout)
         data = wire.encode(message, layout, self.round + 1)
         return wire.decode(data, layout, self.round + 1, self.root.device), len(data)
 
     def recall(self, clients: list[int]) -> list[Tree]:
-        """What these clients remember; new ones as before a first turn."""
+        """What these clients remember; new clients start from the initial memory."""
         blank = self.algorithm.remember(self.network.params(), self.network.statistics())
         return [self.memory.get(client, blank) for client in clients]
 
     def share(self, clients: list[int]) -> Share:
-        """What these clients count for in the M-step."""
+        """How much these clients count in the M-step."""
         train = self.data.train
         return share(self.settings.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
 
     @property
     def accuracy(self) -> Tensor:
-        """Each client's test accuracy with the model it last sent; nan before its first turn, or where none is."""
+        """Each client's test accuracy with the model it last sent; nan before its first turn or without an accuracy."""
         return self.scores.get("accuracy", torch.full((self.data.clients,), torch.nan, dtype=torch.float64))
 
     def measure(self, clients: list[int], scores: Tensor) -> None:
-        """Note how these clients do on their own test examples, [clients, measures], with the models they sent."""
+        """Store these clients' scores [clients, measures] on their own test examples, with the models they sent."""
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
         for name, column in zip(self.measures.names, scores.cpu().unbind(1), strict=True):
             self.scores[name][clients] = column / sizes
 
     def record(self, up: int, down: int, loss: float, kept: set[str], evaluate: bool) -> Record:
-        """What is written down of the round that has just ended."""
+        """The record of the round that has just ended."""
         record: Record = {"round": self.round, "bytes_up": up, "bytes_down": down, "train_loss": loss}
         if kept:
             record["floored"] = sorted(kept)
         return record | self.evaluate() if evaluate else record
 
     def evaluate(self) -> Record:
-        """Scores and size of the server as it is."""
+        """Scores and size of the current server."""
         return evaluate(self.algorithm, self.server, self.measures, self.scores, self.workers, self.data)
 
 
 class InTurn:
-    """One simulation, its clients in turn."""
+    """Drives one simulation, with clients in turn."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
 
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
-        """One plain round."""
+        """Run one plain round."""
         with using(self.simulation.settings.arithmetic, self.simulation.root.device):
             try:
                 return [self.simulation.step(evaluate)]
@@ -202,11 +202,11 @@ class InTurn:
                 return [error]
 
     def sync(self) -> None:
-        """Nothing: the simulation is where its state is."""
+        """Nothing to do: the simulation holds its own state."""
 
 
 def _check_clients(clients: list[int], step: EStep, number: int) -> None:
-    """A client whose numbers overflowed is named; nothing has changed at the server yet."""
+    """Raise an error that names a client whose numbers overflowed. The server has not changed yet."""
     finite = protocol.finite(step.upload, 1) & step.loss.isfinite()
     if not bool(finite.all()):
         raise client_diverged(clients[int((~finite).nonzero()[0])], number)

@@ -1,1 +1,1 @@
-"""All clients of a cohort, and several runs, in one computation."""
+"""All clients of a cohort, and even several runs, in one computation."""

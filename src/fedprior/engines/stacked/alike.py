@@ -1,4 +1,4 @@
-"""What runs must have in common to be stacked: all of them are trained with the first one's settings."""
+"""What runs must have in common to be stacked: all of them train with the first one's settings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fedprior.engines.loop.round import Simulation
 
 
 def check_alike(runs: list[Simulation]) -> None:
-    """Refuse runs that differ in more than seeds, weights, which rows clients own, and scalar settings of the prior."""
+    """Refuse runs that differ in more than seeds, weights, the clients' rows, and scalar settings of the prior."""
     first, constants = _shared(runs[0]), _constants(runs[0])
     for run in runs[1:]:
         mine, own = _shared(run), _constants(run)
@@ -22,7 +22,7 @@ def check_alike(runs: list[Simulation]) -> None:
 
 
 def _shared(run: Simulation) -> dict[str, Any]:
-    """What must be the same, by name."""
+    """Everything that must be the same, by name."""
     algorithm, data, network = run.algorithm, run.data, run.network
     free = {f"prior_{name}" for name in algorithm.prior.scalars}
     return {
@@ -39,6 +39,6 @@ def _shared(run: Simulation) -> dict[str, Any]:
 
 
 def _constants(run: Simulation) -> dict[str, torch.Tensor]:
-    """What is part of the network but not trained, such as layers that are frozen, or statistics to start from."""
+    """The parts of the network that are not trained, such as frozen layers or initial statistics."""
     trained, state = run.network.params(), run.network.module.state_dict()
     return {name: value for name, value in state.items() if name not in trained}

@@ -1,4 +1,4 @@
-"""Many tensors as one long one: a GPU takes longer to start on most of them than to read them."""
+"""Many tensors as one long one: for most of them, a GPU takes longer to launch than to read."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from fedprior.core import trees
 
 
 class Kept:
-    """Tensors as they were, one row a run, to be given other values in those runs that are fine.
+    """A copy of tensors with one row per run, from which runs that are not fine can be restored.
 
-    All tensors of a kind are one long one meanwhile: a GPU takes as long to start as to copy most of them.
+    Meanwhile all tensors of a kind form one long one: for most of them, a GPU takes as long to launch as to copy.
     """
 
     def __init__(self, tensors: list[Tensor], rows: int) -> None:
@@ -25,7 +25,7 @@ class Kept:
         }
 
     def put(self, fine: Tensor, new: list[Tensor]) -> None:
-        """Row by row, the new values where the flag is set, else the old."""
+        """Row by row, put the new values if the flag is set, else the old."""
         for kind, values in self._join(new).items():
             targets = [tensor for tensor in self.tensors if tensor.dtype == kind]
             chosen = torch.where(fine[:, None], values, self.old[kind])

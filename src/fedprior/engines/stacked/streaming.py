@@ -1,7 +1,7 @@
-"""Data larger than the device: they stay on the host, and a round brings its cohort's examples along.
+"""Data larger than the device: they stay on the host, and each round copies its cohort's examples.
 
-Gathered on the host into pinned memory and copied without waiting, they have one block of places a client, so that in a
-captured graph other cohorts are other numbers in the same memory.
+They are gathered into pinned memory and copied without waiting, with one block of places per client, so that a captured
+graph finds other cohorts in the same memory.
 """
 
 import torch
@@ -13,7 +13,7 @@ from fedprior.engines.batches import Places
 
 
 def cohort_examples(pairs: list[tuple[FederatedData, int]], train: int, test: int, device: torch.device) -> Tree:
-    """The training and test examples of some clients on the device, so many places for each client's."""
+    """The training and test examples of some clients on the device, with `train` and `test` places per client."""
     data = pairs[0][0]
     own = [own.train[client] for own, client in pairs], [own.test[client] for own, client in pairs]
     return {
@@ -23,14 +23,14 @@ def cohort_examples(pairs: list[tuple[FederatedData, int]], train: int, test: in
 
 
 def places(examples: Params, size: Tensor) -> tuple[Tensor, Tensor, Places]:
-    """Inputs, targets, and where each client has its own among them."""
+    """Inputs, targets, and the places of each client's own."""
     x, y = examples["x"], examples["y"]
     start = torch.arange(len(size), device=size.device) * (len(x) // len(size))
     return x, y, Places(torch.arange(len(x), device=size.device), start, size)
 
 
 def _gather(values: Params, own: list[Tensor], capacity: int, device: torch.device) -> Params:
-    """Rows of some arrays, client after client; places beyond a client's own repeat its last."""
+    """Rows of some arrays, client after client; further places repeat a client's last row."""
     rows = torch.cat([_padded(mine, capacity) for mine in own])
     pin = device.type == "cuda"
     out = {}
@@ -42,6 +42,6 @@ def _gather(values: Params, own: list[Tensor], capacity: int, device: torch.devi
 
 
 def _padded(rows: Tensor, capacity: int) -> Tensor:
-    if not len(rows):  # a client without test examples: any row will do, it is never looked at
+    if not len(rows):  # a client without test examples: any row will do, because it is never read
         return rows.new_zeros(capacity)
     return rows[torch.arange(capacity).clamp(max=len(rows) - 1)]

@@ -1,4 +1,4 @@
-"""The tensors of a round of several runs: what goes in, what comes out, and their way to the device and back."""
+"""The tensors of a round of several runs: inputs, outputs, and their way to the device and back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fedprior.priors import Prior
 
 
 class Shape(NamedTuple):
-    """What the host must know to make a round's tensors; rounds of one shape share a captured graph."""
+    """What the host must know to make a round's tensors. Rounds of the same shape share a captured graph."""
 
     plan: Plan
     tests: int
@@ -24,22 +24,22 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What changes from round to round beside the state."""
+    """What changes from round to round, besides the state."""
 
     clients: Tensor
-    """[runs, cohort], each run's own numbering."""
+    """[runs, cohort]: client numbers within each run."""
     round: Tensor
-    """[runs]: its number."""
+    """[runs]: the round's number."""
     memory: Tree
     """[runs · cohort, …]: what the correction remembers."""
     rates: Params
-    """What becomes of the learning rates, where a graph is captured and they are not constant; see `schedules.py`."""
+    """The factors of the learning rates, if a graph is captured and they are not constant; see `schedules.py`."""
     examples: Tree
-    """[runs · cohort · places, …]: the cohort's own, where the data stay on the host; see `streaming.py`."""
+    """[runs · cohort · places, …]: the cohort's examples, if data stay on the host; see `streaming.py`."""
 
 
 class Numbers(NamedTuple):
-    """What the host reads of a round, one row a run."""
+    """What the host reads after a round, one row per run."""
 
     loss: Tensor
     up: Tensor
@@ -47,11 +47,11 @@ class Numbers(NamedTuple):
     fine_clients: Tensor
     fine_server: Tensor
     disagreement: Tensor
-    """Mean and maximum total variation; empty where there are no gates."""
+    """Mean and maximum total variation; empty without gates."""
     floored: Tensor
-    """One flag a layer."""
+    """One flag per layer."""
     scores: Tensor
-    """[runs, cohort · measures]: added up over each client's test examples."""
+    """[runs, cohort · measures]: sums over each client's test examples."""
 
 
 class Outputs(NamedTuple):
@@ -71,7 +71,7 @@ class Index:
 
     @classmethod
     def of(cls, shards: list[Any], device: torch.device) -> "Index":
-        """The runs' shards one after the other; their rows are of one and the same array."""
+        """Join the runs' shards. All their rows refer to the same array."""
         before = np.cumsum([0, *(len(shard.rows) for shard in shards[:-1])])
         start = np.concatenate([shard.offsets[:-1] + first for shard, first in zip(shards, before, strict=True)])
         size = np.concatenate([shard.sizes for shard in shards])
@@ -79,7 +79,7 @@ class Index:
         return cls(rows, torch.from_numpy(start).to(device), torch.from_numpy(size).to(device))
 
     def places(self, clients: Tensor) -> Places:
-        """Of some clients."""
+        """The places of some clients."""
         return Places(self.rows, self.start[clients], self.size[clients])
 
 
@@ -126,7 +126,7 @@ def disagreement_of(client_gates: Gates, server_gates: Gates, runs: int) -> Tens
 
 
 def to_host(numbers: Numbers) -> list[Tensor]:
-    """All of them in one copy, which is the only time the host waits for the device."""
+    """Copy all numbers at once, the only time the host waits for the device."""
     parts = [part if part.dim() == 2 else part[:, None] for part in numbers]
     device = numbers.loss.device
     packed = torch.cat([part.to(device, torch.float64) for part in parts], 1).cpu()
@@ -137,5 +137,5 @@ def to_host(numbers: Numbers) -> list[Tensor]:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait."""
+    """Copy to the device without waiting."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

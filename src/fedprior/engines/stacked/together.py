@@ -1,8 +1,8 @@
 """Several runs as one: the protocol by `vmap`. `Simulation.step`, which loops over clients, is its specification.
 
-Every tensor of every run is stacked along a leading dimension, the cohorts of all runs train as one, and on a GPU the
-whole round is one captured CUDA graph, replayed with other clients and other keys. Inside a round nothing waits for the
-host; at its end one small tensor of numbers comes back.
+Every tensor of every run is stacked along a leading dimension, and the cohorts of all runs train as one. On a GPU the
+whole round is one captured CUDA graph, replayed with other clients and other keys. Nothing waits for the host within a
+round; one small tensor of numbers comes back at its end.
 """
 
 import time
@@ -47,7 +47,7 @@ from fedprior.engines.stacked.tensors import (
 
 
 class Together:
-    """Simulations of one task and algorithm whose seeds, and scalar settings of the prior, may differ."""
+    """Simulations of one task and algorithm. Their seeds, and scalar settings of the prior, may differ."""
 
     def __init__(self, simulations: list[Simulation], *, capture: bool = False) -> None:
         check_alike(simulations)
@@ -79,17 +79,17 @@ class Together:
         self.graphs: dict[Shape, Captured] = {}
         self.diverged: dict[int, DivergedError] = {}
         self.alive = torch.ones(len(simulations), dtype=torch.bool, device=self.device)
-        """Runs that have not diverged; the state of the others stays as it was before that round."""
+        """Runs that have not diverged. The others keep their state from before that round."""
         self.counted = False
-        """Whether the optimiser's counts, which are one for all runs, moved in the last round."""
+        """Whether the optimiser's counts, which all runs share, moved in the last round."""
         self.settled: set[int] = set()
-        """Runs that diverged and have been given their moments back."""
+        """Diverged runs that already have their moments back."""
         self.layers: list[str] = []
         self._show()
 
     # ------------------------------------------------------------------ one round
     def step(self, evaluate: bool) -> list[Record | DivergedError]:
-        """One round of every run; a run that diverged answers with its error from then on."""
+        """Run one round of every run. A run that diverged returns its error from then on."""
         with arithmetic.using(self.runs[0].settings.arithmetic, self.device):
             return self._step(evaluate)
 
@@ -114,7 +114,7 @@ class Together:
     def sync(self) -> None:
         """Write the server's moments back to every run, so that it can be saved as if it had run alone.
 
-        To be called after the round in which a run diverges: later, the count of its steps is no longer known.
+        Call it after the round in which a run diverges: later, its number of steps is no longer known.
         """
         for place, run in enumerate(self.runs):
             if self.optimiser and run.optimiser and run.round > 0 and place not in self.settled:
@@ -142,14 +142,14 @@ class Together:
         mine = [pairs[place] for place in ranks.share(len(pairs))]
         examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
         self.rate = self.runs[0].settings.rates.at(number)
-        # In a graph the rates are numbers that are read at each replay.
+        # In a graph, rates must be tensors that each replay reads.
         fixed = self.runs[0].settings.rates.constant or not self.capture
         rates = {} if fixed else {k: to_device(torch.tensor(v), self.device) for k, v in self.rate._asdict().items()}
         inputs = Inputs(to_device(chosen, self.device), to_device(numbers, self.device), memory, rates, examples)
         return clients, shape, inputs
 
     def _replay(self, shape: Shape, inputs: Inputs) -> Outputs:
-        """The first round of a shape runs as it is, which warms everything up; the second is captured."""
+        """Run the first round of a shape directly, which warms everything up; capture the second."""
         if not self.capture or shape not in self.seen:
             self.seen.add(shape)
             return self._round(shape, inputs)
@@ -159,7 +159,7 @@ class Together:
         return self.graphs[shape](inputs)
 
     def _round(self, shape: Shape, inputs: Inputs) -> Outputs:
-        """One round of hard EM: tensors in, tensors out, the state changed in place."""
+        """One round of hard EM: tensors in, tensors out, and the state changes in place."""
         number, rate = len(self.runs), Rate(**inputs.rates) if inputs.rates else self.rate
 
         server = self.lift(lambda own: own.prior.prune)(self.server)
@@ -185,13 +185,13 @@ class Together:
         return Outputs(numbers, step.memory)
 
     def _turns(self, inputs: Inputs) -> Turn:
-        """[runs, cohort]: whose draws each client's are."""
+        """[runs, cohort]: the source of each client's draws."""
         root, number = (part[:, None].expand(-1, self.cohort) for part in (self.root, inputs.round))
         return Turn(root, number, inputs.clients)
 
     def _speak(self, server: Tree, turn: Turn) -> tuple[Tree, Tree, Tensor]:
         """What the runs say [runs, cohort, …], the packets as clients hear them [runs · cohort, …], and the bytes that
-        a run sends."""
+        each run sends."""
 
         def to_one(own: Algorithm, server: Tree, key: Tensor) -> tuple[Tree, Tree, Tensor]:
             said, coded = protocol.speak(own, server, key, self.downlink)
@@ -201,7 +201,7 @@ class Together:
         if self.algorithm.prior.per_client:
             said, heard, sizes = self.lift(lambda own: vmap(partial(to_one, own), (None, 0)))(server, key)
         else:
-            # One packet for all: with a single run every client reads the same memory.
+            # With a single run, all clients share the memory of one packet.
             said, heard, sizes = trees.tree_map(
                 lambda leaf: leaf.unsqueeze(1).expand(-1, self.cohort, *leaf.shape[1:]),
                 self.lift(lambda own: partial(to_one, own))(server, key[:, 0]),
@@ -209,8 +209,8 @@ class Together:
         return said, trees.tree_map(lambda leaf: leaf.flatten(0, 1), heard), sizes.sum(1)
 
     def _take_turns(self, shape: Shape, inputs: Inputs, packets: Tree, rate: float | Tensor) -> tuple[EStep, Tensor]:
-        """All clients at once, or this rank's share of them: what their E-steps leave behind [runs · cohort, …], and
-        the scores of their hard assignments."""
+        """Train all clients at once, or this rank's share: the E-steps' results [runs · cohort, …], and the scores of
+        their hard assignments."""
         first, everyone = self.runs[0], len(self.runs) * self.cohort
         flat = (inputs.clients + self.base).flatten()
         turn = trees.tree_map(Tensor.flatten, self._turns(inputs))
@@ -225,7 +225,7 @@ class Together:
         return ranks.gather((step, scores), everyone)
 
     def _hear(self, step: EStep, said: Tree) -> tuple[Tree, Tensor]:
-        """[runs, cohort, …]: the uploads as the servers hear them, and the bytes that a run is sent."""
+        """The uploads as the servers hear them, [runs, cohort, …], and the bytes that each run receives."""
 
         def from_one(coded: Tree, said: Tree) -> tuple[Tree, Tensor]:
             layout = self.algorithm.uplink(said)
@@ -236,7 +236,7 @@ class Together:
         return {**uploads, **heard}, sizes.sum(1)
 
     def _conclude(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
-        """Update the state of every run that is fine in place; say which runs are."""
+        """Update the state of every run that is fine, in place; say which runs are."""
         moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
@@ -249,20 +249,20 @@ class Together:
         stays = [path for path in new if path in known]
         Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
         for path, value in new.items():
-            if path not in known:  # only before the first capture: pruning adds sections to a new server
+            if path not in known:  # happens only before the first capture: pruning adds sections to a new server
                 section, name = path.split("/", 1)
                 self.server.setdefault(section, {})[name] = value.clone()
         return fine_server
 
     def _share(self, clients: Tensor) -> Share:
-        """What each run's cohort counts for: `Simulation.share`, in tensors."""
+        """How much each run's cohort counts: `Simulation.share`, in tensors."""
         if not self.weighs:
             return Share(self.cohort / self.runs[0].data.clients)
         weight = self.train.size[clients + self.base].double()
         return Share(weight.sum(1) / self.examples, weight)
 
     def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
-        """Where the examples of these clients are: in the resident data, or in what came with the inputs."""
+        """Where the examples of these clients are: in the resident data, or in the inputs."""
         data, index = self.runs[0].data, self.train if part == "train" else self.test
         if self.streamed:
             return streaming.places(inputs.examples[part], index.size[clients])
@@ -270,7 +270,7 @@ class Together:
         return x, y, index.places(clients)
 
     def _scores(self, models: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
-        """[clients, measures]: each added up over the client's own test examples, with its hard assignment."""
+        """[clients, measures]: sums over each client's own test examples, with its hard assignment."""
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:
             return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
@@ -284,12 +284,12 @@ class Together:
 
     # ------------------------------------------------------------------ each run as if alone
     def _show(self) -> None:
-        """Every run's server is a view of its row of ours."""
+        """Make every run's server a view of its row of ours."""
         for place, run in enumerate(self.runs):
             run.server = trees.row(self.server, place)
 
     def _close(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, memory: Tree) -> None:
-        """The part of a round that happens to a run's own state."""
+        """Finish a round for a run's own state."""
         number = run.round + 1
         self._show() if number == 1 else None
         if not bool(numbers.fine_clients[place].all()):
@@ -315,7 +315,7 @@ class Together:
 
 
 def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tree) -> TreeOptimiser | None:
-    """The server optimisers of all runs as one, with their moments."""
+    """Join the server optimisers of all runs, with their moments."""
     if algorithm.server is None:
         return None
     optimiser = TreeOptimiser(algorithm.server, server, len(runs))
