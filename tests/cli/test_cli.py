@@ -197,7 +197,7 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
     assert sent["bytes_up"] + sent["bytes_down"] <= 20_000
     assert f"{100 * float(out.split('fednarrow: ')[1].split('%')[0]) / 100:.1f}% sparsity for 20,000 bytes" in out
     for wrong, words in (
-        (("--sparsity", "0.5", "--max-parameters", "9"), "three ways to say one thing"),
+        (("--sparsity", "0.5", "--max-parameters", "9"), "set the same thing: use only one"),
         (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow"),
         (("--budget", "much"), "number of bytes"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fednarrow"),
@@ -469,13 +469,13 @@ def test_a_setting_that_has_an_option_is_given_once(shell, tmp_path, command, op
         words = [(flag, {"device": "auto", "wire": "float32"}.get(option, 1)), ("--set", f"{option}={value}")][::order]
         code, out, err = shell(command, "tiny", *words[0], *words[1], "--out", "mine")
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err == f"error: {flag} and --set {option}=… are one setting: give one of them\n"
+        assert err == f"error: {flag} and --set {option}=… are the same setting: use only one\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_set_twice_with_two_values_is_refused(shell, tmp_path):
     code, _, err = shell("run", "tiny", "--out", "mine", "--set", "rounds=1", "--set", "rounds=5")
-    assert (code, err) == (2, "error: --set rounds=… is given twice, as 1 and as 5: give one of them\n")
+    assert (code, err) == (2, "error: --set rounds=… is given twice, as 1 and as 5: use only one\n")
     assert list(tmp_path.iterdir()) == []
     assert shell("run", "tiny", "--out", "mine", "--set", "rounds=1", "--set", "rounds=1")[0] == 0
 

@@ -118,7 +118,7 @@ def test_an_interrupted_experiment_goes_on_to_the_same_records(reproduce, tmp_pa
     monkeypatch.setattr(RunProgress, "__call__", stop)
     code, _, err = reproduce("--seeds", 1, "--out", "mine", "--set", "checkpoint_every=2")
     assert code == 130
-    assert "`reproduce` as before" in err
+    assert "or the same `reproduce`" in err
     monkeypatch.setattr(RunProgress, "__call__", plain_call)
     code, out, _ = reproduce("--seeds", 1, "--out", "mine")
     assert (code, "1 of 3 runs are there already" in out) == (0, True)

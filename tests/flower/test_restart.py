@@ -90,7 +90,7 @@ def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
     with pytest.raises(RunError, match="is not a run of Flower; `fedprior resume"):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(simulated)})
     before = sorted(run.iterdir())
-    with pytest.raises(RunError, match="is a run of Flower: go on with it by `flwr run`"):
+    with pytest.raises(RunError, match="is a Flower run: continue it with `flwr run`"):
         fedprior.resume(run, task=fedprior.Task("small", job.network, job.data), algorithm=job.algorithm)
     assert sorted(run.iterdir()) == before
     data = bytearray((run / "checkpoint.safetensors").read_bytes())

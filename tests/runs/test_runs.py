@@ -361,7 +361,7 @@ def test_a_folder_of_when_fednarrow_was_called_fedsparse_says_so_in_one_line(fin
     text = config.read_text().replace("dense_rounds = 0\n", f'dense_rounds = "none"\n{old}')
     assert "SIZE" in text
     config.write_text(text.replace("SIZE", "0.8"))
-    with pytest.raises(RunError, match="the algorithm that is now called fednarrow") as error:
+    with pytest.raises(RunError, match="today's fednarrow") as error:
         fedprior.resume(finished.path, task=small_task())
     assert "\n" not in str(error.value)
     config.write_text(text.replace("SIZE", '"none"'))  # by λ₀, where those settings had no effect

@@ -1,6 +1,6 @@
-"""The program `fedprior`: its commands in the order in which its help lists them, its lists, its errors.
+"""The program `fedprior`: its commands, in the order of its help, its lists and its errors.
 
-torch takes seconds to import. Commands import what they need when they run, so that help comes at once.
+torch takes seconds to import. Commands import what they need when they run, so that help appears at once.
 """
 
 import os
@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# typer brings its own copy of click or depends on it; either way this is the base of errors in the command line.
+# typer contains its own copy of click or depends on it. Either way, this is the base class of command-line errors.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
@@ -74,14 +74,14 @@ def algorithms_command() -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that may have options and, by `--set`, settings of the same name: one of them is not meant."""
+    """A command that refuses an option and a `--set` of the same name together."""
 
     def invoke(self, ctx: Any) -> Any:  # typer's context, or that of the click it depends on
         for text in ctx.params.get("set_") or ():
             key = text.split("=", 1)[0]
             source = ctx.get_parameter_source(key) if key in ctx.params else None
             if source is not None and source.name == "COMMANDLINE":
-                raise SettingError(f"--{key.replace('_', '-')} and --set {key}=… are one setting: give one of them")
+                raise SettingError(f"--{key.replace('_', '-')} and --set {key}=… are the same setting: use only one")
         return super().invoke(ctx)
 
 
@@ -91,7 +91,7 @@ for command in (*results.COMMANDS, *train.COMMANDS, *experiments.COMMANDS, tasks
 
 @contextmanager
 def _joined() -> Iterator[None]:
-    """With the others, where `torchrun` has started several of us: they work in silence."""
+    """Join the other processes if `torchrun` started several; those work in silence."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
         return
@@ -104,7 +104,7 @@ def _joined() -> Iterator[None]:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Our own warnings, each once, without the line of code that gave them; others as ever."""
+    """Show our own warnings once each, without their line of code; leave others unchanged."""
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
@@ -121,7 +121,7 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 
 def main() -> None:
-    """The entry point: errors that are the user's to mend become one line and exit code 2."""
+    """The entry point: errors that the user can fix become one line and exit code 2."""
     debug = "--debug" in sys.argv
     try:
         with _joined(), _warnings_in_a_line():
@@ -137,6 +137,6 @@ def main() -> None:
         code = 2
     if code == 130:
         errors.print(
-            "stopped; `fedprior resume RUN`, or `reproduce` as before, goes on from the last checkpoint", soft_wrap=True
+            "stopped; `fedprior resume RUN`, or the same `reproduce`, continues at the last checkpoint", soft_wrap=True
         )
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""The commands of many runs with one result: `reproduce` and `frontier`."""
+"""The commands that turn many runs into one result: `reproduce` and `frontier`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,7 @@ BASELINES = "fedavg,feddrop,fedl1"
 
 def reproduce_command(
     experiment: Annotated[str, typer.Argument(help=f"{EXPERIMENTS}.")],
-    seeds: Annotated[str, typer.Option(help="How many, from 0; or which: 0,1,5.")] = "3",
+    seeds: Annotated[str, typer.Option(help="How many seeds, starting at 0; or a list: 0,1,5.")] = "3",
     methods: Annotated[str | None, typer.Option(help="Labels separated by commas; all if not given.")] = None,
     rounds: Rounds = None,
     wire: Precision = None,
@@ -39,11 +39,11 @@ def reproduce_command(
         Path | None, typer.Option(help="The experiment's folder; runs/reproduce-EXPERIMENT if not given.")
     ] = None,
     table_only: Annotated[
-        bool, typer.Option("--table-only", help="Train nothing; table and figures of what is there.")
+        bool, typer.Option("--table-only", help="Train nothing; make the table and figures of existing runs.")
     ] = False,
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
-    """Make an experiment of the paper: runs, table beside the paper's, figures. Said again, it goes on."""
+    """Reproduce an experiment of the paper: runs, a table next to the paper's, figures. Run it again to continue."""
     from fedprior_experiments.reproduce import read_seeds, reproduce
 
     given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
@@ -57,22 +57,20 @@ def frontier_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
     sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = SPARSITIES,
     wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = WIRES,
-    baselines: Annotated[str, typer.Option(help="Algorithms in full precision, or none.")] = BASELINES,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    baselines: Annotated[str, typer.Option(help="Algorithms to run in full precision, or none.")] = BASELINES,
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
     rounds: Rounds = None,
     clients_per_round: Cohort = None,
     device: Device = "auto",
     data_dir: DataDir = None,
-    beside: Annotated[
-        Path | None, typer.Option(help="A folder of finished runs of the task, whose points are shown as well.")
-    ] = None,
+    beside: Annotated[Path | None, typer.Option(help="A folder of finished runs of the task to show as well.")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
 ) -> None:
-    """Accuracy against bytes: FedNarrow for every sparsity × precision, beside others, the Pareto front marked.
+    """Plot accuracy against bytes: FedNarrow for every sparsity × precision, others, and the Pareto front.
 
-    Where the paper has the same experiment its points are drawn as crosses. Started again with the same --out, finished
-    runs are kept and the others go on.
+    If the paper has the same experiment, its points are drawn as crosses. Run it again with the same --out to continue:
+    finished runs are kept.
     """
     from fedprior.core.files import write_atomically
     from fedprior.engines import ranks

@@ -1,4 +1,4 @@
-"""The commands for what comes out of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
+"""The commands for the results of runs: `report`, `watch`, `evaluate`, `export`, `predict`."""
 
 import csv
 import io
@@ -17,19 +17,19 @@ SHOWN = 20
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
 Client = Annotated[
     int | None,
-    typer.Option("--personalise", metavar="CLIENT", help="That client's own model: its E-step from the final server."),
+    typer.Option("--personalise", metavar="CLIENT", help="A client's own model: its E-step from the final server."),
 ]
 Best = Annotated[
-    bool, typer.Option("--best", help="The model of the best evaluation, of a run with --set keep=best; else the last.")
+    bool, typer.Option("--best", help="The best evaluation's model, of a run with --set keep=best, not the last.")
 ]
 
 
 def report_command(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders of runs.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(help="Also PNG, SVG and PDF figures, in this folder.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write PNG, SVG and PDF figures to this folder.")] = None,
     tables: Annotated[
-        Path | None, typer.Option(help="Also the table as Markdown, LaTeX and CSV, in this folder.")
+        Path | None, typer.Option(help="Also write the table as Markdown, LaTeX and CSV to this folder.")
     ] = None,
 ) -> None:
     """Write one HTML page about runs: table, plots, partition, settings, and how to repeat them."""
@@ -44,10 +44,10 @@ def report_command(
 
 
 def watch_command(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs; it need not be there yet.")],
-    once: Annotated[bool, typer.Option("--once", help="Show how things stand, and end.")] = False,
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs; it need not exist yet.")],
+    once: Annotated[bool, typer.Option("--once", help="Show the current state, then exit.")] = False,
 ) -> None:
-    """Follow runs that are trained by another process."""
+    """Follow runs that another process trains."""
     from fedprior.report.watch import watch
 
     watch(run, console, once=once)
@@ -58,9 +58,9 @@ def export_command(
     to: Annotated[Path, typer.Option(help="The folder for model.py, model.safetensors, model.onnx and model.json.")],
     personalise: Client = None,
     best: Best = False,
-    onnx: Annotated[bool | None, typer.Option(help="Whether to write model.onnx; if not given, where it can.")] = None,
+    onnx: Annotated[bool | None, typer.Option(help="Whether to write model.onnx; if not given, when possible.")] = None,
     align: Annotated[
-        int, typer.Option(min=1, help="In model.onnx, channels that a convolution reads are a multiple.")
+        int, typer.Option(min=1, help="In model.onnx, keep a convolution's input channels a multiple of this.")
     ] = 8,
 ) -> None:
     """Write the run's network without its closed units, as plain torch and as ONNX."""
@@ -84,7 +84,7 @@ def export_command(
 def predict_command(
     model: Annotated[Path, typer.Argument(help="An exported model's folder.")],
     inputs: Annotated[list[Path], typer.Argument(help="Images, folders of images, or .npy arrays.")],
-    resize: Annotated[bool, typer.Option("--resize", help="Make images of another size fit.")] = False,
+    resize: Annotated[bool, typer.Option("--resize", help="Resize images of other sizes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this CSV file.")] = None,
 ) -> None:
     """Classify images or arrays with an exported model."""
@@ -110,12 +110,12 @@ def evaluate_command(
     run: RunFolder,
     data: Annotated[
         Path | None,
-        typer.Option(help="An .npz with x and y, or a folder with one folder of images a class; else the run's own."),
+        typer.Option(help="An .npz with x and y, or a folder with one folder of images per class; else the run's own."),
     ] = None,
     personalise: Client = None,
     best: Best = False,
 ) -> None:
-    """Measure a run's network, or with --personalise one client's own beside it."""
+    """Measure a run's network and, with --personalise, one client's own next to it."""
     from fedprior.report.table import Table
     from fedprior.trained.export import evaluate
 
@@ -135,7 +135,7 @@ def evaluate_command(
 
 
 def _sizes_table(found: dict[str, Any]) -> "RichTable":
-    """Before and after, and the ratio of the two."""
+    """A table of sizes before and after, and their ratio."""
     from fedprior.report.table import Table
 
     kinds = [("", "dense", "compact")]

@@ -1,4 +1,4 @@
-"""What is printed, and where."""
+"""What the commands print, and where."""
 
 import sys
 from pathlib import Path
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from fedprior.runs.specs import Spec
     from fedprior.runs.sweeps import Outcome
 
-# What is piped to a file need not fit a terminal of 80 columns.
-# Labels and paths are shown as they are, brackets and all.
+# Output piped to a file need not fit a terminal of 80 columns.
+# Labels and paths are shown verbatim, including brackets.
 console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
 errors = Console(stderr=True)
 
@@ -29,7 +29,7 @@ def bar(group: "list[Spec]", rounds: int) -> "RunProgress":
 
 
 def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
-    """One line each, on stderr."""
+    """Print one line for each diverged run, on stderr."""
     for spec, outcome in outcomes:
         if isinstance(outcome, DivergedError):
             errors.print(
@@ -40,7 +40,7 @@ def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
 
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
-    """What `compare` and `sweep` end with: a table and a page of the folder's runs."""
+    """Finish `compare` and `sweep` with a table and a page of the folder's runs."""
     from fedprior.core.files import write_atomically
     from fedprior.engines import ranks
     from fedprior.report import markdown_table, summary_table

@@ -36,7 +36,7 @@ def run_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithm: Annotated[
         str | None,
-        typer.Option(help="See `fedprior algorithms`; fedavg if not given, and fednarrow if asked for a size."),
+        typer.Option(help="See `fedprior algorithms`; by default fedavg, or fednarrow if a size is given."),
     ] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
@@ -82,7 +82,7 @@ def compare_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithms: Annotated[
         str | None,
-        typer.Option(help="Names, separated by commas; fedavg,fedsparse or, if asked for a size, fedavg,fednarrow."),
+        typer.Option(help="Names separated by commas; by default fedavg,fedsparse or, with a size, fedavg,fednarrow."),
     ] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
@@ -120,7 +120,7 @@ def compare_command(
 def sweep_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithm: Annotated[str, typer.Option(help="An algorithm's name; see `fedprior algorithms`.")] = "fedsparse",
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0,1,2",
     rounds: Rounds = None,
     clients_per_round: Cohort = None,
     wire: Precision = None,
@@ -132,9 +132,9 @@ def sweep_command(
         typer.Option("--set", help="key=value, or key=value,value,… for one run each. Repeatable.", show_default=False),
     ] = [],  # noqa: B006  # as above
 ) -> None:
-    """Train every combination of seeds and settings; on a GPU, those that differ in numbers only train together.
+    """Train every combination of seeds and settings. On a GPU, runs that differ only in numbers train together.
 
-    A sweep that was stopped goes on when it is started again with the same --out.
+    To continue a sweep that was stopped, run it again with the same --out.
     """
     from fedprior.runs import start, sweeps
     from fedprior.runs.folder import RunFolder
@@ -153,9 +153,9 @@ def sweep_command(
 
 def resume_command(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    rounds: Annotated[int | None, typer.Option(help="Go on to so many rounds in all.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="The total number of rounds to reach.")] = None,
 ) -> None:
-    """Go on where a run was stopped, or with more rounds."""
+    """Continue a run that was stopped, or extend it with more rounds."""
     from fedprior.report import summary_table
     from fedprior.report.progress import RunProgress
     from fedprior.runs import start
@@ -182,7 +182,7 @@ def _run(
     tensorboard: Path | None = None,
     budget: str | None = None,
 ) -> "list[Result]":
-    """Check everything first, then train one after the other."""
+    """Check everything first, then train one after another."""
     from fedprior.report.progress import RunProgress
     from fedprior.report.tensorboard import TensorBoard
     from fedprior.runs import start
@@ -207,7 +207,7 @@ def _run(
 
 
 def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) -> None:
-    """Ask the algorithms that can be asked for the sparsity that a budget of bytes allows."""
+    """Give algorithms that support it the sparsity that a budget of bytes allows."""
     from fedprior.catalogue.algorithms import check_sized, sized
     from fedprior.runs.asked import assemble
     from fedprior.runs.budget import read_bytes, sparsity_for
@@ -220,7 +220,7 @@ def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) ->
         raise SettingError(f"--budget is for fednarrow, not for {', '.join(own)}")
     for name in able:
         if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
-            raise SettingError("a budget says what sparsity and max_parameters say: give one of them")
+            raise SettingError("a budget sets the same thing as sparsity and max_parameters: use only one")
 
         def build(sparsity: float, name: str = name) -> "Algorithm":
             return assemble(task, name, vars(parts.settings), None, {**own[name], "sparsity": sparsity}).algorithm
@@ -230,7 +230,7 @@ def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) ->
 
 
 def _say_narrow() -> None:
-    """Nobody named the algorithm: say which one a size means."""
+    """Tell a user who named no algorithm which one a size implies."""
     console.print("asked for a size: fednarrow, a network narrowed before training (fedsparse learns its gates, by λ₀)")
 
 
@@ -241,7 +241,7 @@ def _short(task: str) -> str:
 
 
 def _check_unused(folders: list[Path]) -> None:
-    """Before anything is computed; of several ranks only the first makes folders."""
+    """Check before anything is computed; with several ranks, only the first creates folders."""
     from fedprior.engines import ranks
     from fedprior.runs.folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""Runs: from a task and an algorithm to rounds, records, checkpoints and a folder."""
+"""Runs: turn a task and an algorithm into rounds, records, checkpoints and a folder."""
 
 from fedprior.runs.drive import Result
 from fedprior.runs.early import STOP

@@ -1,4 +1,4 @@
-"""From names to a run: what is asked for in words becomes a task, an algorithm and settings, and a config says it."""
+"""From names to a run: build the task, the algorithm and the settings that names and text ask for, and the config."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -23,11 +23,11 @@ from fedprior.engines.settings import check_run, check_useful
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The tables of a config.toml; in those of `run`, `task` and `algorithm` are settings."""
+"""The tables of a config.toml. The tables `run`, `task` and `algorithm` hold settings."""
 
 
 class Parts(NamedTuple):
-    """What a run is made of."""
+    """The parts of a run."""
 
     task: Task
     algorithm: Algorithm
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Settings by what they are settings of; those of algorithms by the algorithm's name."""
+    """Settings of the run, of the task and, by name, of each algorithm."""
 
     run: dict[str, Any]
     task: dict[str, Any]
@@ -43,7 +43,7 @@ class Sorted(NamedTuple):
 
 
 def sort_settings(given: Mapping[str, Any], task: str | None, algorithms: Sequence[str]) -> Sorted:
-    """Divide `--set` among the run, the task and the algorithms; a name that none of them has is an error."""
+    """Divide `--set` among the run, the task and the algorithms; a name that none of them knows is an error."""
     task_names = {} if task is None else task_options(task, {})
     known = {name: algorithm_settings(name, {}) for name in algorithms}
     everything = {*RUN_OPTIONS, *task_names, *(key for settings in known.values() for key in settings)}
@@ -70,10 +70,10 @@ def assemble(
     task_settings: Mapping[str, Any] | None = None,
     algorithm_settings: Mapping[str, Any] | None = None,
 ) -> Parts:
-    """A run's parts from names, or from what is built already; settings are text or values.
+    """Build a run's parts from names, or use those that are built already; settings are text or values.
 
-    What is not given has the task's default, or else the library's. What cannot be trained is refused, and so is a
-    setting that would have no effect.
+    Settings that are not given have the task's default, or else the library's. Parts that cannot be trained are
+    refused, and so is a setting that would have no effect.
     """
     if isinstance(task, str):
         task = named_task(task, seed=run_settings(run).seed, **task_settings or {})
@@ -90,7 +90,7 @@ def assemble(
 
 
 def check_kind(value: Any, kind: type, what: str) -> None:
-    """Refuse what was passed in the place of a task or an algorithm."""
+    """Refuse anything that is not a task or an algorithm of the right kind."""
     if not isinstance(value, kind):
         raise SettingError(f"the {what} is {described(value)}; give its name, or one made by fedprior.{what}(…)")
 
@@ -104,7 +104,7 @@ def tables(
     task_settings: Mapping[str, Any],
     algorithm_settings: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """The tables of a config that have settings; those of the run as they are recorded."""
+    """The tables of a config that hold settings, with the run's as they are recorded."""
     return {
         "run": {"task": task, "algorithm": algorithm, "label": label, **run},
         "task": table(task_settings),
@@ -113,14 +113,14 @@ def tables(
 
 
 def made() -> dict[str, dict[str, Any]]:
-    """The table of a config that says what a run was made with."""
+    """The table of a config that lists the versions behind a run."""
     return {"made": {"fedprior": __version__, "torch": str(torch.__version__)}}
 
 
 def config_of(parts: Parts, label: str, partition: str = "") -> dict[str, dict[str, Any]]:
-    """All that a run's config.toml says."""
+    """The whole content of a run's config.toml."""
     task, algorithm, settings = parts
-    # A task of another seed than its run's: the same clients and first weights, other draws.
+    # A task may have a different seed from its run: the same clients and initial weights, but other draws.
     other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
     return {
         **tables(

@@ -1,4 +1,4 @@
-"""From bytes to a sparsity: what FedNarrow must be asked for to stay within a budget."""
+"""From bytes to a sparsity: find the sparsity with which FedNarrow stays within a budget."""
 
 import math
 import re
@@ -22,7 +22,7 @@ UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "M
 
 
 def read_bytes(text: str) -> int:
-    """A number of bytes with its unit.
+    """Read a number of bytes with its unit.
 
     >>> read_bytes("5GiB"), read_bytes("1.5 MB")
     (5368709120, 1500000)
@@ -38,8 +38,8 @@ def sparsity_for(
 ) -> float:
     """The smallest sparsity with which a whole run sends no more than `budget` bytes, in both directions together.
 
-    `build` makes the algorithm for a sparsity. Whole numbers are counted at their full width: the entropy code, whose
-    gain is known only afterwards, makes messages shorter still. `clients` is how many there are in all.
+    `build` makes the algorithm for a sparsity. Whole numbers are counted at full width: the entropy code, whose gain is
+    known only afterwards, makes messages even shorter. `clients` is the number of all clients.
     """
     if run_bytes(build(0.0), network, settings, clients) <= budget:
         return 0.0
@@ -57,10 +57,10 @@ def sparsity_for(
 
 
 def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, clients: int) -> int:
-    """What a run would send, its messages counted round by round with the cohorts and gates that it will draw.
+    """The bytes that a run would send, counted round by round with the cohorts and gates that it will draw.
 
-    `clients` is how many there are in all. Gates that are assigned before training are foreseen exactly; those of later
-    rounds as if the weights stayed what they are.
+    `clients` is the number of all clients. Gates that are assigned before training are predicted exactly; those of
+    later rounds, as if the weights did not change.
     """
     algorithm = applied(settings, algorithm)
     server, prior = algorithm.init(network.params(), network.statistics()), _prior(algorithm)
@@ -79,15 +79,15 @@ def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, client
 
 
 SAMPLE = 32
-"""How many sub-networks are drawn to know the size of thousands."""
+"""How many sub-networks are drawn to estimate the size of thousands."""
 
 
 def _bytes_of(
     prior: Narrow, gates: Gates, layouts: list[wire.Layout], settings: Settings, clients: int, rounds: range
 ) -> int:
-    """Of all messages of these rounds, in which the server keeps these gates.
+    """The bytes of all messages in these rounds, in which the server keeps these gates.
 
-    Where there are many sub-networks, the mean of the first, and three standard errors more to be on the safe side.
+    For many sub-networks, use the mean of the first ones plus three standard errors, to be on the safe side.
     """
 
     def message(gates: Gates) -> Tensor:
@@ -108,7 +108,7 @@ def _bytes_of(
 
 
 def _prior(algorithm: Algorithm) -> Narrow:
-    """The prior, which must be one with a budget."""
+    """The prior, which must support a budget."""
     if not isinstance(algorithm.prior, Narrow):
         raise SettingError("only fednarrow can be asked for a budget")
     return algorithm.prior

@@ -1,4 +1,4 @@
-"""What a checkpoint of a simulation holds."""
+"""Save a simulation to a checkpoint, and load it again."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ FORMAT = "fedprior-checkpoint-2"
 
 
 def save(path: Path, simulation: Simulation, records: str = "") -> None:
-    """Everything that the next round depends on, and a checksum of the records that led here."""
+    """Save everything that the next round depends on, and a checksum of the records so far."""
     moments = simulation.optimiser.state() if simulation.optimiser else {}
     tree: dict[str, Any] = {"server": simulation.server, "optimiser": moments}
     tree["memory"] = {str(client): remembered for client, remembered in simulation.memory.items()}
@@ -21,11 +21,11 @@ def save(path: Path, simulation: Simulation, records: str = "") -> None:
 
 
 def load(path: Path, simulation: Simulation) -> str:
-    """Put a simulation built from the same config where the checkpoint left it; return the records' checksum."""
+    """Restore the state of a simulation built from the same config; return the records' checksum."""
     saved = storage.load(path, FORMAT, _identity(simulation))
     with storage.fitting(path):
         server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
-        kept = saved.tree["clients"]  # an older version kept accuracies only
+        kept = saved.tree["clients"]  # an older version kept only accuracies
         scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in simulation.scores.items()}
         network = simulation.network
         blank = simulation.algorithm.remember(network.params(), network.statistics())
@@ -38,7 +38,7 @@ def load(path: Path, simulation: Simulation) -> str:
 
 
 def _identity(simulation: Simulation) -> str:
-    """What must not change between two sessions of a run; learning rates and the number of rounds may."""
+    """Everything that must stay the same when a run is resumed; learning rates and the number of rounds may change."""
     algorithm = simulation.algorithm
     server = {section: optimiser.name for section, optimiser in (algorithm.server or {}).items()}
     return json.dumps({"algorithm": algorithm.name, "server": server, "key": int(simulation.root)})

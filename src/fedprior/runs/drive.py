@@ -24,21 +24,21 @@ from fedprior.runs.folder import RunFolder, checksum
 from fedprior.version import __version__
 
 Progress = Callable[[Record], object]
-"""Called after every round with its record; the run ends there if it returns STOP."""
+"""Called after every round with its record. If it returns STOP, the run ends there."""
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a run leaves: a line a round, a summary, and the server's model."""
+    """The result of a run: one record per round, a summary, and the server's model."""
 
     records: list[Record]
     summary: Record
     model: nn.Module
-    """The server's network, pruned; where the server has several, their `Ensemble`."""
+    """The server's pruned network; if the server has several, their `Ensemble`."""
     simulation: Simulation
     path: Path | None
     scale: Scale | None = None
-    """How images became inputs, for a task on images."""
+    """How images become inputs, for a task with images."""
     best: nn.Module | None = None
     """With keep=best, the model of the best evaluation."""
 
@@ -48,7 +48,7 @@ class Result:
         return f"Result: {table.title}{where}\n{table.text()}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The table that a notebook shows."""
         return self._table().html()
 
     def _table(self) -> Table:
@@ -59,7 +59,7 @@ class Result:
 
 @dataclass
 class Session:
-    """A run on its way in this process: its state, where it is kept, and what has been recorded so far."""
+    """A run in progress in this process: its state, its folder, and its records so far."""
 
     simulation: Simulation
     settings: Settings
@@ -69,16 +69,16 @@ class Session:
     progress: Progress | None = None
     scale: Scale | None = None
     clock: float = 0.0
-    """The simulation's seconds when the last record was made."""
+    """The simulation's seconds at the last record."""
     best: nn.Module | None = None
-    """The model of the best evaluation of this session, where it is kept."""
+    """The model of this session's best evaluation, if it is kept."""
     stopped: str = ""
-    """Why there are no more rounds, where it is not that all are done."""
+    """Why the run ended early, if it did."""
     error: DivergedError | None = None
-    """The round in which it diverged, and who did."""
+    """The error that names the round in which it diverged, and the client or server that did."""
 
     def note(self, record: Record) -> None:
-        """Keep a round's record."""
+        """Store a round's record."""
         self.records.append(record)
         if self.folder:
             self.folder.append(record)
@@ -87,7 +87,7 @@ class Session:
         self.look_back()
 
     def look_back(self) -> None:
-        """Keep the model if it is the best so far, and see whether there has been none for long."""
+        """Keep the model if it is the best so far, and stop the run if patience has run out."""
         settings = self.settings
         found = early.best(self.records, settings.by) if settings.keep == "best" or settings.patience else None
         if found and settings.keep == "best" and found.round == self.simulation.round:
@@ -102,14 +102,14 @@ class Session:
         return final_model(sim.algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
     def _best(self) -> nn.Module | None:
-        """The best model, which an earlier session may have kept."""
+        """The best model, which may come from an earlier session."""
         if self.best is not None or self.folder is None:
             return self.best
         with reading(self.folder.best):
             return with_values(self._model(), from_bytes(self.folder.best.read_bytes()))
 
     def save(self) -> None:
-        """Keep the state; the records must be those that led to it."""
+        """Save the state; the records must be those that led to it."""
         if self.folder:
             checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
 
@@ -119,28 +119,28 @@ class Session:
         return bool(self.error or self.stopped)
 
     def reopen(self) -> None:
-        """Forget how it ended before, if there are rounds left."""
+        """Forget its earlier end, if there are rounds left."""
         if self.folder and self.simulation.round < self.settings.rounds and not self.stopped:
             self.folder.reopen()
 
     def hear(self, outcome: Record | DivergedError) -> None:
-        """Take what became of a round; after the one in which it diverged there is nothing more to hear."""
+        """Take the outcome of a round; ignore any after the one in which it diverged."""
         if isinstance(outcome, DivergedError):
             self.error = self.error or outcome
         else:
             self.note(outcome)
 
     def asks_to_stop(self) -> bool:
-        """Tell of the last round; whether it is to be the last of all."""
+        """Report the latest round to the callback; return whether it asks to stop."""
         return not self.error and self.progress is not None and self.progress(self.records[-1]) is early.STOP
 
     def fail(self) -> None:
-        """Leave beside the records why there will be no more, if it diverged."""
+        """If it diverged, write down, next to the records, why there will be no more."""
         if self.folder and self.error:
             write_atomically(self.folder.diverged, f"{self.error}\n")
 
     def finish(self, mode: str) -> Result:
-        """The summary and the model."""
+        """Make and store the summary and the model."""
         module = self._model()
         unfinished = self.stopped and self.simulation.round < self.settings.rounds
         about = {**self.about, "mode": mode, **({"stopped": self.stopped} if unfinished else {})}
@@ -156,7 +156,7 @@ class Session:
 
 
 def drive(sessions: list[Session]) -> list[Result | DivergedError]:
-    """Run the rounds that are left of sessions that can train together, and finish each; one that diverges ends."""
+    """Run the remaining rounds of sessions that can train together, and finish each; one that diverges ends early."""
     settings = sessions[0].settings
     mode = mode_of(settings.mode, settings.messages, sessions[0].simulation)
     driver = engine([session.simulation for session in sessions], mode)
@@ -182,14 +182,14 @@ def drive(sessions: list[Session]) -> list[Result | DivergedError]:
 
 
 def _save(driver: Engine, sessions: list[Session]) -> None:
-    """A checkpoint of each."""
+    """Save a checkpoint of each."""
     driver.sync()
     for session in sessions:
         session.save()
 
 
 def _due(settings: Settings, number: int, saved: float) -> bool:
-    """Whether it is time for a checkpoint."""
+    """Whether a checkpoint is due."""
     if settings.checkpoint_every is None:
         return time.monotonic() - saved > 20
     return number % settings.checkpoint_every == 0
@@ -197,7 +197,7 @@ def _due(settings: Settings, number: int, saved: float) -> bool:
 
 def summarise(sim: Simulation, records: list[Record], about: Mapping[str, Any]) -> Record:
     """Totals and final values."""
-    if "sparsity" not in records[-1]:  # a run that is resumed with fewer rounds than it has may end on any
+    if "sparsity" not in records[-1]:  # a resumed run whose number of rounds was lowered may end without an evaluation
         records = [*records[:-1], {**records[-1], **sim.evaluate()}]
     device = sim.root.device
     return {

@@ -1,6 +1,6 @@
-"""The best evaluation so far, read off a run's records: when to stop, and whose model to keep.
+"""Find the best evaluation so far in a run's records, to decide when to stop and which model to keep.
 
-Nothing else is remembered, so a resumed run decides as an unbroken one does.
+Nothing else is remembered, so a resumed run decides exactly like an uninterrupted one.
 """
 
 import math
@@ -13,7 +13,7 @@ from fedprior.engines.server import Record
 
 
 class Stop(Enum):
-    """What `progress` returns to end a run after the round it was told of."""
+    """What `progress` returns to end a run after the current round."""
 
     STOP = "stop"
 
@@ -22,17 +22,17 @@ STOP = Stop.STOP
 
 
 class Best(NamedTuple):
-    """The best evaluation, the earliest of equals."""
+    """The best evaluation; of equal ones, the earliest."""
 
     name: str
     round: int
     value: float
     since: int
-    """How many evaluations there were after it."""
+    """The number of evaluations after it."""
 
 
 def best(records: Sequence[Record], by: str) -> Best | None:
-    """By a field of the records; none before the first evaluation. A number that does not exist is never the best."""
+    """The best by a field of the records, or None before the first evaluation. NaN is never the best."""
     evaluated = [record for record in records if "sparsity" in record]
     if not evaluated:
         return None
@@ -43,7 +43,7 @@ def best(records: Sequence[Record], by: str) -> Best | None:
 
 
 def _field(record: Record, by: str) -> tuple[str, float]:
-    """The field's name, and −1 where less of it is better: of losses and errors, and of `-NAME`."""
+    """The field's name, and −1 if less is better: for losses and errors, and for `-NAME`."""
     if by == "auto":
         by = "global_accuracy" if record.get("global_accuracy") is not None else "global_loss"
     name = by.removeprefix("-")

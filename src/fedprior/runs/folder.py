@@ -18,7 +18,7 @@ from fedprior.report import reading
 
 
 class RunFolder:
-    """Paths and formats of one run on disk."""
+    """The paths and formats of one run on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,9 +33,9 @@ class RunFolder:
         self.diverged = path / "diverged.txt"
 
     def used(self) -> bool:
-        """Whether there is anything here."""
+        """Whether the folder holds anything."""
         try:
-            # A crash while the folder was made may have left half a config, which is nothing yet; nor is a lock.
+            # Neither a lock nor half a config, left by a crash while the folder was created, counts.
             return self.path.exists() and (
                 not self.path.is_dir()
                 or any(entry.suffix != ".part" and entry.name != locks.NAME for entry in self.path.iterdir())
@@ -50,7 +50,7 @@ class RunFolder:
             raise RunError(f"{self.path} exists; {hint} another folder (--out)")
 
     def create(self, config: Mapping[str, Mapping[str, Any]]) -> None:
-        """A new folder with its config."""
+        """Create the folder with its config."""
         self.check_unused()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -60,39 +60,39 @@ class RunFolder:
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
 
     def read_config(self) -> dict[str, dict[str, Any]]:
-        """The config, or why there is none."""
+        """Read the config, or raise an error that says why it cannot be read."""
         if not self.config.is_file():
             raise RunError(f"{self.path} is not a run: it has no config.toml")
         with self._reading():
             return reading.read_config(self.path)
 
     def extend(self, rounds: int) -> None:
-        """Have another number of rounds in the config."""
+        """Change the number of rounds in the config."""
         config = self.read_config()
         write_atomically(self.config, to_toml({**config, "run": {**config["run"], "rounds": rounds}}))
 
     def reopen(self) -> None:
-        """Forget how the run ended before: it has more rounds now, or diverged with other settings."""
+        """Remove the traces of an earlier end: the run has more rounds now, or diverged with other settings."""
         for path in (self.summary, self.diverged):
             path.unlink(missing_ok=True)
 
     def append(self, record: Record) -> None:
-        """One line a round."""
+        """Append a round's record as one line."""
         append_line(self.rounds, json.dumps(without_nan(record)))
 
     def append_time(self, number: int, seconds: float) -> None:
-        """How long a round took: apart from its record, because records are the same on every machine."""
+        """Store how long a round took, separately from its record, because records are the same on every machine."""
         append_line(self.times, json.dumps({"round": number, "seconds": round(seconds, 4)}))
 
     def records(self) -> list[Record]:
-        """All complete lines; a line cut short by a crash is not one."""
+        """All complete lines. A line that a crash cut short is ignored."""
         with self._reading():
             return reading.read_rounds(self.path)
 
     def truncate(self, rounds: int, expected: str, *, write: bool = True) -> list[Record]:
-        """Forget what was recorded after the checkpoint, which expects records of this checksum before it.
+        """Remove the records after the checkpoint, which expects this checksum of the records before it.
 
-        `write`: in the file as well; of several ranks only one does.
+        With `write`, change the file as well; with several ranks, only one does.
         """
         records = self.records()[:rounds]
         if len(records) < rounds:
@@ -114,7 +114,7 @@ class RunFolder:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What goes wrong in here is that this run cannot be read."""
+        """Report any failure in this block as a run that cannot be read."""
         try:
             yield
         except OSError as error:
@@ -123,24 +123,24 @@ class RunFolder:
             raise RunError(f"{self.path} cannot be read: {' '.join(str(error).split())}") from error
 
     def finish(self, summary: Record, model: Params) -> None:
-        """The end of a run."""
+        """Store the summary and the model of a finished run."""
         write_atomically(self.model, to_bytes(model))
         write_atomically(self.summary, (json.dumps(without_nan(summary), indent=2) + "\n").encode())
 
 
 def checksum(records: list[Record]) -> str:
-    """CRC-32 of the lines of these records: a checkpoint belongs to the records that led to it."""
+    """The CRC-32 of these records' lines, which ties a checkpoint to the records that led to it."""
     text = "".join(json.dumps(without_nan(record)) + "\n" for record in records)
     return str(zlib.crc32(text.encode()))
 
 
 def without_nan(record: Record) -> Record:
-    """JSON has no NaN; a number that does not exist is null."""
+    """Replace NaN, which JSON lacks, by null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def to_toml(config: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of plain values; JSON writes numbers, booleans, lists and (but for one character) strings as TOML does."""
+    """Write tables of plain values. JSON and TOML share numbers, booleans, lists and (but one character) strings."""
     tables = []
     for table, values in config.items():
         lines = [

@@ -1,4 +1,4 @@
-"""The command that trains a run again, from its config: what is a default everywhere is left out."""
+"""The command that trains a run again, made from its config, without settings that have their default everywhere."""
 
 import shlex
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ TUNED = (
     *("batch_size", "evaluate_every", "server_optimiser", "server_threshold_optimiser", "structured"),
     *("strength", "conv_rate", "linear_rate", "output_rate"),
 )
-"""Tasks have defaults of their own for these, which only a built task knows: they are always said."""
+"""Tasks have their own defaults for these, which only a built task knows, so they are always written."""
 
 
 def repeat_command(run: Run) -> str:
-    """One command line; where no command line can say it, a line of Python.
+    """One command line or, if no command line can express the run, a line of Python.
 
-    That is a task or algorithm of the user's own, and a task of another seed than its run's.
+    That is the case for the user's own task or algorithm, and for a task with a different seed from its run.
     """
     config = run.config
     if (run.task not in TASKS and not is_file(run.task)) or run.algorithm not in ALGORITHMS:
         return f"fedprior.run(your_task, your_algorithm, rounds={run.planned}, seed={run.seed})  # in Python"
     of_run = _changed(config["run"], {name: option.default for name, option in RUN_OPTIONS.items()})
     of_run = {key: value for key, value in of_run.items() if key not in (*FLAGS, *ABOUT)}
-    # Of a function in a file, whose defaults only the file knows, everything is said.
+    # For a function in a file, write everything: only the file knows the defaults.
     of_task = _changed(config["task"], task_options(run.task, {}) if run.task in TASKS else {})
     of_task.pop(CHECKSUM, None)
     of_algorithm = _changed(config["algorithm"], algorithm_settings(run.algorithm, {}))

@@ -1,4 +1,4 @@
-"""What is asked of a run, in plain settings, and whether a run on disk is that run."""
+"""The specification of a run in plain settings, and whether a run on disk matches it."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ from fedprior.runs.folder import RunFolder
 from fedprior.runs.start import BEFORE
 
 TASKS_SEED = "the task's seed"
-"""Where it is not its run's; the setting that is called seed is the run's."""
+"""The name in messages of a task's own seed; `seed` is the run's."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One run, in plain settings: enough to start it, to find it on disk, and to go on with it."""
+    """One run in plain settings: enough to start it, to find it on disk, and to continue it."""
 
     task: str
     algorithm: str
@@ -33,9 +33,9 @@ class Spec:
     algorithm_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> Config:
-        """What the config of its run must say. A value of the wrong type or range is an error.
+        """The config that its run must have. A value of the wrong type or range is an error.
 
-        Settings that it leaves to its task are not in it: only the task, which needs its data, could tell them.
+        It lacks the settings that are left to the task: only the task knows them, and the task needs its data.
         """
         chosen = run_settings({**self.run, "seed": self.seed}).recorded()
         settings = algorithm_settings(self.algorithm, self.algorithm_settings)
@@ -53,10 +53,10 @@ class Spec:
 def differences(
     recorded: Config, expected: Config, besides: Set[str] = MACHINE, *, whole: bool = False
 ) -> list[tuple[str, Any, Any]]:
-    """The settings in which a run is not what is expected: [("rounds", 3, 1000), …], what was recorded first.
+    """The settings in which a run differs from what is expected: [("rounds", 3, 1000), …], the recorded value first.
 
-    A setting that is younger than the recorded config had its default. With `whole`, `expected` is all that there may
-    be: what was recorded beyond it is a difference too.
+    A setting that is newer than the recorded config had its default. With `whole`, further recorded settings that
+    `expected` lacks are differences too.
     """
     name, task = expected["run"]["algorithm"], expected["run"]["task"]
     defaults = {
@@ -75,19 +75,19 @@ def differences(
 
 
 def check_same(out: Path, expected: Config, *, whole: bool = False) -> None:
-    """Refuse to go on with a run that was started with other settings; where it is computed may change."""
+    """Refuse to continue a run that was started with other settings. The machine may change."""
     folder = RunFolder(out)
     if not folder.config.exists():
         return
     for key, was, now in differences(folder.read_config(), expected, whole=whole):
-        # Of an experiment's method a setting cannot be asked for, nor of any run what is in its folder's name.
+        # A user cannot set what an experiment's method fixes, nor what is part of a folder's name.
         askable = whole and key not in ("task", "algorithm", "label", "seed", TASKS_SEED)
         hint = f", or ask for {key}={was}" if askable else ""
         raise RunError(f"{out} has {key} = {was}, not {now}; delete it, or choose another --out{hint}")
 
 
 def missing(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs whose runs are not finished; no data is needed to tell.
+    """The specs whose runs are not finished. This needs no data.
 
     A folder that holds a run with other settings, or no run, is an error.
     """

@@ -1,4 +1,4 @@
-"""Start, repeat and resume runs: from a task and an algorithm to a folder of records."""
+"""Start, repeat and resume runs: turn a task and an algorithm into a folder of records."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
 
 BEFORE = {"weighting": "equal"}
-"""What runs did whose config is older than a setting, where that is not the setting's default."""
+"""The behaviour of runs whose config is older than a setting, if it differs from the setting's default."""
 
 
 def run(
@@ -39,8 +39,8 @@ def run(
 ) -> Result:
     """Train. `settings` are those of the run (rounds, seed, batch_size, …); defaults are the task's.
 
-    Give the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out` the run is
-    kept in that folder and can be resumed. `progress` is told of every round, and ends the run by returning STOP.
+    Pass the algorithm by name, or built: `algorithm("fedsparse", task.network, lambda0=5e-5)`. With `out`, the run is
+    kept in that folder and can be resumed. `progress` is called after every round, and ends the run by returning STOP.
     """
     parts = assemble(task, algorithm, settings)
     _check_progress(progress)
@@ -53,12 +53,12 @@ def run(
 
 
 def alone_in(folders: Sequence[Path]) -> AbstractContextManager[None]:
-    """Be the only one that writes to these folders; of several ranks only the first writes."""
+    """Be the only writer of these folders; with several ranks, only the first writes."""
     return locks.alone_in(folders if ranks.first() else [])
 
 
 def start_session(parts: Parts, out: Path | str | None = None, label: str | None = None) -> Session:
-    """A run before its first round, its folder made; hold `alone_in` around it and until the end."""
+    """Create a run and its folder, before the first round. Hold `alone_in` from before this call to the end."""
     task, algorithm, settings = parts
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
@@ -74,7 +74,7 @@ def start_session(parts: Parts, out: Path | str | None = None, label: str | None
 
 
 def open_session(parts: Parts, out: Path, label: str | None = None) -> Session:
-    """A run where its folder says it is: at the start, or at its last checkpoint."""
+    """Open a run where its folder left it: at the start, or at its last checkpoint."""
     folder = RunFolder(out)
     if not folder.config.exists():
         return start_session(parts, out, label)
@@ -82,16 +82,16 @@ def open_session(parts: Parts, out: Path, label: str | None = None) -> Session:
 
 
 def _reopen(folder: RunFolder, parts: Parts) -> Session:
-    """A run at its last checkpoint."""
+    """Open a run at its last checkpoint."""
     (task, algorithm, settings), (about, _, _, _) = parts, read_config(folder)
     if "flower" in folder.read_config():
-        raise RunError(f"{folder.path} is a run of Flower: go on with it by `flwr run` and its resume")
+        raise RunError(f"{folder.path} is a Flower run: continue it with `flwr run` and its resume option")
     partition = check_data(folder, task)
     if ranks.first():
         _keep_partition(folder, task.data, partition)
     sim = build(algorithm, task.network, task.data, settings)
     about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
-    # Without a checkpoint the run was stopped in its first seconds, and starts again.
+    # A run without a checkpoint was stopped in its first seconds, so it starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
     kept = folder if ranks.first() else None
@@ -101,7 +101,7 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
 
 
 def check_data(folder: RunFolder, task: Task) -> str:
-    """Refuse a task whose clients are not those that the run was trained on; the partition's fingerprint."""
+    """Refuse a task whose clients are not those of the run; return the partition's fingerprint."""
     partition = task.data.fingerprint()
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:
@@ -120,9 +120,9 @@ def resume(
     rounds: int | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Go on where a run was stopped, or beyond its end to so many `rounds` in all.
+    """Continue a run that was stopped, or extend one to `rounds` rounds in all.
 
-    A task or algorithm of your own cannot be read from its config: pass it again.
+    If the task or algorithm is your own, it cannot be read from the config: pass it again.
     """
     folder = RunFolder(Path(path))
     _check_progress(progress)
@@ -144,7 +144,7 @@ def resume(
 
 
 def _one(outcomes: list[Result | DivergedError]) -> Result:
-    """The result of a run that trained alone."""
+    """The result of a single run."""
     (outcome,) = outcomes
     if isinstance(outcome, DivergedError):
         raise outcome
@@ -154,7 +154,7 @@ def _one(outcomes: list[Result | DivergedError]) -> Result:
 def rebuild(
     folder: RunFolder, task: Task | None, algorithm: Algorithm | None, call: str = "resume"
 ) -> tuple[dict[str, str], Settings, Task, Algorithm]:
-    """What a run is about, its settings, task and algorithm: from its config, or what the user passes to `call`."""
+    """A run's description, settings, task and algorithm, from its config or from what the user passes to `call`."""
     path = folder.path
     about, chosen, options, algorithm_options = read_config(folder)
     if task is None:
@@ -176,12 +176,12 @@ def rebuild(
 
 
 def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None:
-    """Refuse an algorithm that a user passes and that is not the one a run was started with."""
+    """Refuse an algorithm from the user that is not the one the run was started with."""
     check_kind(algorithm, Algorithm, "algorithm")
     if algorithm.name != name:
         raise RunError(f"{folder.path} was trained with {name}, not with {algorithm.name}")
     recorded, now = folder.read_config()["algorithm"], table(algorithm.recorded())
-    for key in {**now, **recorded} if recorded else {}:  # of an algorithm of one's own nothing was recorded before
+    for key in {**now, **recorded} if recorded else {}:  # older versions recorded nothing about a user's own algorithm
         if recorded.get(key) != now.get(key):
             raise RunError(
                 f"{folder.path} was trained with {key} = {recorded.get(key)}, not {now.get(key)}: "
@@ -195,7 +195,7 @@ def _check_progress(progress: Any) -> None:
 
 
 def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, Any], dict[str, Any]]:
-    """What a run is about, its settings, and the options of its task and algorithm."""
+    """A run's description, its settings, and the options of its task and algorithm."""
     config = folder.read_config()
     about = {key: str(config["run"].pop(key, "")) for key in ("task", "algorithm", "label")}
     for key, value in about.items():
@@ -210,16 +210,16 @@ def read_config(folder: RunFolder) -> tuple[dict[str, str], Settings, dict[str, 
 
 
 RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "average")
-"""What FedSparse had while FedNarrow went by its name."""
+"""Settings that FedSparse had while it included FedNarrow."""
 
 
 def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are now, of a run that may be older; without a size the retired ones had no effect."""
+    """Today's settings of a run that may be older. Without a size, the retired ones had no effect."""
     if not about["algorithm"].startswith("fedsparse") or "max_parameters" not in settings:
         return dict(settings)
     if any(settings.get(key, "none") != "none" for key in SIZES):
         raise RunError(
-            f"{folder.path} was made when fedsparse with a size was the algorithm that is now called fednarrow: open "
+            f"{folder.path} is from a version in which fedsparse with a size was today's fednarrow: open "
             "it with the fedprior that made it, or train it again with --algorithm fednarrow"
         )
     dense = 0 if settings.get("dense_rounds") == "none" else settings.get("dense_rounds", 0)
@@ -227,7 +227,7 @@ def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str,
 
 
 def unused_folder(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, … that does not exist."""
+    """The path, or the first of path-2, path-3, … that does not exist yet."""
     number = 1
     candidate = path
     while candidate.exists():
@@ -237,7 +237,7 @@ def unused_folder(path: Path) -> Path:
 
 
 def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
-    """Class counts per client beside the run, once; a line a client."""
+    """Store class counts per client next to the run, once; one line per client."""
     if folder.partition.exists():
         return
     about = {"fingerprint": fingerprint, "classes": data.classes if data.labelled else 0}

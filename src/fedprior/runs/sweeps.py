@@ -1,4 +1,4 @@
-"""Many runs: those that differ only in seed and in scalar settings of the prior train together where there is a GPU."""
+"""Many runs. On a GPU, those that differ only in seed and in scalar settings of the prior train together."""
 
 import itertools
 import json
@@ -19,17 +19,17 @@ from fedprior.runs.specs import Spec, check_same, missing
 
 Outcome = Result | DivergedError
 Watch = Callable[[list[Spec], int], AbstractContextManager[Progress | None]]
-"""What shows the progress of specs that train together for so many rounds; it is fed the records of the first."""
+"""Shows the progress of specs that train together for this many rounds, from the records of the first."""
 
 
 def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
-    """Train every spec, from its checkpoint where it has one; outcomes are in the order of the specs."""
+    """Train every spec, from its checkpoint if it has one; outcomes are in the order of the specs."""
     tasks: dict[str, Task] = {}
     built = [_build(spec, tasks) for spec in specs]
-    for spec, parts in zip(specs, built, strict=True):  # everything is checked before anything is trained
+    for spec, parts in zip(specs, built, strict=True):  # check everything before training anything
         _check(spec, parts)
     outcomes: dict[int, Outcome] = {}
-    # All at once and until the end: the same sweep in a second terminal is refused at its start, not on its way.
+    # Lock all folders until the end, so that the same sweep in a second terminal is refused at its start, not midway.
     with start.alone_in([spec.out for spec in specs]):
         for places in _mates(specs, built):
             group = [specs[place] for place in places]
@@ -41,7 +41,7 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
 
 
 def unfinished(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs that are still to be trained; a folder that holds a run with other settings is an error."""
+    """The specs that still need training. A folder that holds a run with other settings is an error."""
     left = missing(specs)
     tasks: dict[str, Task] = {}
     for spec in specs:
@@ -51,7 +51,7 @@ def unfinished(specs: Sequence[Spec]) -> list[Spec]:
 
 
 def _check(spec: Spec, parts: Parts) -> None:
-    """Refuse a folder that holds a run with other settings, also where the spec leaves them to its task."""
+    """Refuse a folder that holds a run with other settings, including those that the spec leaves to its task."""
     check_same(spec.out, config_of(parts, spec.label or spec.algorithm), whole=True)
 
 
@@ -60,7 +60,7 @@ def _quiet(group: list[Spec], rounds: int) -> AbstractContextManager[Progress | 
 
 
 def _build(spec: Spec, tasks: dict[str, Task]) -> Parts:
-    """A spec's task, algorithm and settings; specs of one task and seed share the task."""
+    """Build a spec's task, algorithm and settings; specs with the same task and seed share the task."""
     key, run = repr((spec.task, spec.seed, sorted(spec.task_options.items()))), {**spec.run, "seed": spec.seed}
     parts = assemble(tasks.get(key, spec.task), spec.algorithm, run, spec.task_options, spec.algorithm_settings)
     tasks[key] = parts.task
@@ -72,7 +72,7 @@ def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for place, (spec, (task, algorithm, settings)) in enumerate(zip(specs, built, strict=True)):
         fixed = {key: plain(v) for key, v in algorithm.settings.items() if key not in algorithm.prior.scalars}
-        fixed["per_client"] = algorithm.prior.per_client  # a rate of zero: nothing is drawn at all
+        fixed["per_client"] = algorithm.prior.per_client  # with a rate of zero, nothing is drawn at all
         data = [task.data.clients, id(task.data.x), id(task.data.test_x)]
         alike = [spec.task, algorithm.name, fixed, {**task.options}, repr(replace(settings, seed=0)), data]
         groups.setdefault(json.dumps(alike, default=str), []).append(place)
@@ -80,9 +80,9 @@ def _mates(specs: Sequence[Spec], built: Sequence[Parts]) -> list[list[int]]:
 
 
 def _drive(sessions: list[Session]) -> list[Outcome]:
-    """Together where the mode allows it, those that are equally far; else one after the other.
+    """Train jobs at the same round together if the mode allows it, else one after another.
 
-    Each for itself as well where it may stop before the others.
+    A job that may stop early also trains alone.
     """
     settings, first = sessions[0].settings, sessions[0].simulation
     in_turn = settings.patience is not None or mode_of(settings.mode, settings.messages, first) == "in-turn"
@@ -103,7 +103,7 @@ def plan(
     out: Path,
     options: Mapping[str, Any],
 ) -> list[Spec]:
-    """One spec for each combination of the settings' values and each seed; `options` are of the run."""
+    """One spec for each combination of the settings' values and each seed; `options` are the run's."""
     if "seed" in settings:
         raise SettingError("a sweep has several seeds; name them with --seeds")
     varied = [key for key, text in settings.items() if len(_values(text)) > 1]
@@ -125,19 +125,19 @@ def plan(
                 )
             )
     if len({spec.out for spec in specs}) < len(specs):
-        raise SettingError("a seed or a value of a setting is given twice; each run needs a folder of its own")
+        raise SettingError("a seed or a value of a setting is given twice; each run needs its own folder")
     return specs
 
 
 def grid(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Every combination of the values that are separated by commas: `{"lambda0": "1e-6,1e-5"}` gives two."""
+    """Every combination of values separated by commas: `{"lambda0": "1e-6,1e-5"}` gives two."""
     choices = {key: _values(text) for key, text in settings.items()}
     for combination in itertools.product(*choices.values()):
         yield dict(zip(choices, combination, strict=True))
 
 
 def _values(text: str) -> list[str]:
-    """Split at commas, but not at those inside brackets: Adam(lr=0.1, eps=1e-3) is one value, and so is [fc1,fc2]."""
+    """Split at commas, but not inside brackets: Adam(lr=0.1, eps=1e-3) is one value, and so is [fc1,fc2]."""
     values, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
