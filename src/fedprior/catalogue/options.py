@@ -7,6 +7,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from fedprior.catalogue.data.schemes import PARTITIONS
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
 from fedprior.core.options import About
@@ -144,7 +145,9 @@ DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron
 # ---------------------------------------------------------------------- settings of tasks
 def _of_partitions(*names: str) -> Any:
     def idle(chosen: Any) -> str:
-        return "" if chosen.partition in names else f"partition={chosen.partition} does not look at it"
+        # A partition that cannot be made has a message of its own.
+        made = chosen.partition in PARTITIONS and (chosen.partition != "column" or chosen.column)
+        return f"partition={chosen.partition} does not look at it" if made and chosen.partition not in names else ""
 
     return idle
 

@@ -284,8 +284,11 @@ def test_columns_do_not_share_a_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["iid", "shards", "classes", "quantity", "column"])
 def test_any_set_is_divided_as_the_partition_says(tmp_path: Path, name: str) -> None:
     root = str(garments(tmp_path, shop=[i % 5 for i in range(60)]))
-    more = {"column": "shop"} if name == "column" else {"alpha": 0.3}
-    task = fedprior.task("hub", data_dir=root, **{**OPTIONS, "partition": name, **more})
+    more: dict[str, object] = {"alpha": 0.3} if name in ("classes", "quantity") else {}
+    options = {**OPTIONS, "partition": name, **more}
+    if name == "column":
+        options = {key: value for key, value in options.items() if key != "clients"} | {"column": "shop"}
+    task = fedprior.task("hub", data_dir=root, **options)
     assert task.data.clients == (5 if name == "column" else 4)
     assert sum(task.data.train.sizes) == 60
     if name == "column":
