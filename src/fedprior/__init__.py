@@ -67,10 +67,10 @@ _HOMES = {
     "runs": ("STOP", "Result", "resume", "run"),
     "trained.export": ("evaluate", "export"),
 }
-"""Which module has what. They import torch, which takes seconds, and are imported when first asked for."""
+"""Which module has which name. They import torch, which takes seconds, so each is imported on first use."""
 
 
-if not TYPE_CHECKING:  # for type checkers, what is not imported above is not there
+if not TYPE_CHECKING:  # type checkers should see only what is imported above
 
     def __getattr__(name: str) -> Any:
         for home, names in _HOMES.items():

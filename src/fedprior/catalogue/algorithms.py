@@ -1,7 +1,7 @@
 """Algorithms by name. Each is a prior, a way to take the M-step, and the paper's settings as defaults.
 
-But for the server's step on weights, which is the mean for all unless an algorithm is named after another: methods that
-are compared should differ in their priors. The paper's Adam is a setting of the paper's tasks (`tasks/named.py`).
+The server's step on weights is the exception. It is the mean for all, unless an algorithm is named after another step:
+methods that are compared should differ in their priors. The paper's Adam is a setting of its tasks (`tasks/named.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from fedprior.units import Gating, UnitGating, find_structure
 
 SGD = Optimiser.preset("SGD", lr=0.05)
 MEAN = Optimiser.preset("SGD", lr=1.0)
-"""One step of length one goes to the mean; for weights beside variables that need their gradient."""
+"""One step of length one reaches the mean; for weights beside variables that need their gradient."""
 
 
 def gaussian(
@@ -173,7 +173,7 @@ def narrow(
     gating = options.gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
         sparsity = _at_most(max_parameters, gating)
-    # Units may go at once: docs/algorithms.md. Single weights are alike until they are trained.
+    # Units may close at once: docs/algorithms.md. Single weights are all alike until they are trained.
     dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
     share = (0.05 if dense else 1.0) if shrink is None else shrink
     drawn = options.drawn_kinds(gating)
@@ -186,7 +186,7 @@ def narrow(
 
 
 def _at_most(parameters: int, gating: Gating) -> float:
-    """The sparsity that leaves so many parameters."""
+    """The sparsity that leaves this many parameters."""
     if parameters < 1:
         raise SettingError(f"max_parameters must be at least 1, got {parameters}")
     return max(0.0, 1 - parameters / gating.parameters)
@@ -208,7 +208,7 @@ def _correction(scaffold: bool, local: Optimiser) -> Correction:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named algorithm: its factory with some settings fixed otherwise, and what `fedprior algorithms` says of it."""
+    """A named algorithm: its factory with some settings changed, and what `fedprior algorithms` says about it."""
 
     build: Callable[..., Algorithm]
     prior: str
@@ -252,7 +252,7 @@ ALGORITHMS: dict[str, Entry] = {
     ),
 }
 SIZES = ("sparsity", "max_parameters")
-"""Settings that say how large the network is to be."""
+"""Settings that say how large the network should be."""
 
 
 def entry(name: str) -> Entry:
@@ -263,7 +263,7 @@ def entry(name: str) -> Entry:
 
 
 def algorithm_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a named algorithm, those not given at their defaults."""
+    """All settings of a named algorithm; those not given have their defaults."""
     chosen = entry(name)
     if any(key in SIZES for key in given):
         check_sized(name)
@@ -294,7 +294,7 @@ def run_settings(given: Mapping[str, Any], clients: int = Settings.clients_per_r
 
 
 def _unknown(name: str) -> SettingError:
-    """The error for what is no setting of a run; that of an algorithm is given where the algorithm is made."""
+    """The error for a name that is no setting of a run; those of an algorithm are given where it is made."""
     for owner in ALGORITHMS:
         if name in algorithm_settings(owner, {}):
             return SettingError(
@@ -314,7 +314,7 @@ def asked_algorithm(
 ) -> Algorithm:
     """A named algorithm with the settings asked for, over those that are `usual` on a task.
 
-    A setting without effect is refused where it was asked for.
+    A setting without effect is refused if it was asked for.
     """
     if not isinstance(network, Network):
         raise SettingError(f"an algorithm is built for a Network, as task.network; got {described(network)}")
@@ -325,7 +325,7 @@ def asked_algorithm(
 
 
 def recorded_algorithm(name: str, network: Network, settings: Mapping[str, Any]) -> Algorithm:
-    """The same as a run recorded it, which may be older than a refusal of settings without effect."""
+    """The algorithm as a run recorded it. The run may be older than the refusal of settings without effect."""
     resolved = algorithm_settings(name, settings)
     built = entry(name).build(network, **resolved)
     built.prior.check()

@@ -1,7 +1,7 @@
 """What the settings of algorithms and tasks are, and when one of them has no effect: the types of their parameters.
 
-`idle` is asked with all settings of an algorithm, or of a task, as attributes; beside those of an algorithm with the
-`network` that it is for.
+`idle` gets all settings of an algorithm, or of a task, as attributes. With those of an algorithm it also gets the
+`network`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from fedprior.units import Gating, Structure, UnitGating, WeightGating, find_str
 def gating(
     network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
 ) -> Gating:
-    """The gates of an algorithm with these settings: one a unit, or one a weight."""
+    """The gates of an algorithm with these settings: one per unit, or one per weight."""
     if structured:
         structure = find_structure(
             network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
@@ -28,7 +28,7 @@ def gating(
 
 
 def rate_names(structure: Structure) -> dict[str, str]:
-    """Of every gated layer the rate that FedDrop has for it: of inputs and outputs there are rates of their own."""
+    """The rate that FedDrop has for each gated layer: inputs and outputs have their own."""
     names = {}
     for layer in structure.layers:
         name = f"{layer.kind}_rate" if layer.name not in structure.input_layers else "input_rate"
@@ -37,9 +37,9 @@ def rate_names(structure: Structure) -> dict[str, str]:
 
 
 def drawn_kinds(gates: Gating) -> dict[str, str]:
-    """Of every layer whose units FedNarrow may leave out whether it is `conv` or `linear`.
+    """For every layer whose units FedNarrow may leave out, whether it is `conv` or `linear`.
 
-    Not the output's units, and not those of gates on inputs, which may be the data's own.
+    This excludes the output's units, and those of gates on inputs, which may be the data's own.
     """
     if not isinstance(gates, UnitGating):
         return {}
@@ -60,7 +60,7 @@ def _rates(chosen: Any) -> Mapping[str, str]:
 
 
 def _rate(name: str, layer: str, what: str) -> About:
-    """FedDrop's rate of that name, for such a layer."""
+    """FedDrop's rate of that name, for this kind of layer."""
 
     def idle(chosen: Any) -> str:
         there = not getattr(chosen, name) or name in _rates(chosen).values()  # a rate of 0 is kept in any case
@@ -70,7 +70,7 @@ def _rate(name: str, layer: str, what: str) -> About:
 
 
 def _drawn_rate(kind: str, layer: str, unit: str) -> About:
-    """FedNarrow's rate of that kind of layer."""
+    """FedNarrow's rate for that kind of layer."""
 
     def idle(chosen: Any) -> str:
         names = ("network", "structured", "gate_output", "linear_gates", "ungated", "floor")

@@ -1,8 +1,8 @@
 """Settings as data: read off the keyword parameters of a factory, or the fields of a dataclass, each with its `About`.
 
-What a setting is stands once, beside its type and default. The command line's lists, a run's config, the comparison of
-two runs, the report and the tables of the documentation are derived from it, and so is what is refused: a value out of
-range, and a setting that has no effect.
+Each setting is described once, beside its type and default. The command line's lists, a run's config, the comparison of
+two runs, the report and the tables of the documentation are derived from it. So are the refusals: of a value out of
+range, and of a setting that has no effect.
 
 >>> Rate = typing.Annotated[float, About("how often a unit is left out", least=0, below=1)]
 >>> def factory(network, *, rate: Rate = 0.5): ...
@@ -28,7 +28,7 @@ def _acts(chosen: Any) -> str:
 
 @dataclass(frozen=True)
 class About:
-    """What a setting is, in a sentence; which values it may have; what it says something about."""
+    """What a setting is, in a sentence; which values it may have; and what it concerns."""
 
     what: str = ""
     choices: tuple[str, ...] = ()
@@ -37,18 +37,18 @@ class About:
     most: float | None = None
     below: float | None = None
     unsaid: str = ""
-    """What none stands for, where it is the default."""
+    """What none stands for, if it is the default."""
     machine: bool = False
-    """Whether it says where and how a run is computed, not what: two runs that differ in it are one and the same."""
+    """Whether it says where and how a run is computed, not what: runs that differ only in it are the same run."""
     simulated: bool = False
-    """Whether only the simulator has it: a deployment has none."""
+    """Whether only the simulator has it, not a deployment."""
     extends: bool = False
-    """Whether a run may have it otherwise when it is resumed."""
+    """Whether it may change when a run is resumed."""
     idle: Callable[[Any], str] = _acts
-    """Why it has no effect beside the other settings, which are attributes of the argument; empty: it has one."""
+    """Why it has no effect with the other settings, which are the argument's attributes; empty if it has one."""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value that cannot be; none can, where it is a value."""
+        """Refuse a value that is not allowed; none always is."""
         if value is None:
             return
         if self.choices and value not in self.choices:
@@ -74,7 +74,7 @@ class Option:
 
     @classmethod
     def of(cls, name: str, annotation: Any, default: Any) -> "Option":
-        """From a parameter, whose annotation may have an `About`."""
+        """The option of a parameter, whose annotation may have an `About`."""
         if typing.get_origin(annotation) is not typing.Annotated:
             return cls(name, annotation, default)
         kind, *more = typing.get_args(annotation)
@@ -88,7 +88,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> SettingError:
-    """The error for an unknown name, with a suggestion where one is near."""
+    """The error for an unknown name, with a suggestion if a known one is close."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
@@ -171,7 +171,7 @@ def table(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(known: Mapping[str, Option], defaults: Mapping[str, Any]) -> str:
-    """Settings with their defaults in a line: `rate=0.5, limit=none (10)`."""
+    """Settings with their defaults, on one line: `rate=0.5, limit=none (10)`."""
     unsaid = {name: f" ({option.about.unsaid})" for name, option in known.items() if option.about.unsaid}
     return ", ".join(f"{name}={plain(value)}{unsaid.get(name, '')}" for name, value in defaults.items())
 
@@ -186,9 +186,9 @@ def resolve(factory: Callable[..., Any], given: Mapping[str, Any], what: str) ->
 
 
 def check_effect(known: Mapping[str, Option], values: Mapping[str, Any], **beside: Any) -> None:
-    """Refuse a setting that is not at its default and has no effect; what `idle` looks at `beside` settings is given.
+    """Refuse a setting that is not at its default and has no effect; `beside` is what else `idle` looks at.
 
-    A setting of the machine may stay without effect: a config goes from one machine to another.
+    A setting of the machine may have no effect, because configs move from one machine to another.
     """
     chosen = SimpleNamespace(**values, **beside)
     for name, option in known.items():

@@ -1,4 +1,4 @@
-"""How to run, whatever the algorithm: every setting of a run, and what it is. Data for all to read; needs no torch."""
+"""How to run, whatever the algorithm: every setting of a run, and what it is. Plain data; needs no torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
 def directions(wire: str) -> tuple[str, str]:
-    """The precision down and up: of `int4` the same for both, of `int8/int4` one each."""
+    """The precision down and up: `int4` is the same for both, `int8/int4` is one for each."""
     down, slash, up = wire.partition("/")
     for name in (down, up) if slash else (down,):
         if name not in PRECISIONS:
@@ -23,7 +23,7 @@ def directions(wire: str) -> tuple[str, str]:
 
 
 # ---------------------------------------------------------------------- settings without effect, and why
-# Of a run: its settings, and beside them its algorithm, its network, how many clients there are and whether they have
+# `run` has the settings and, beside them, the algorithm, the network, how many clients there are and whether they have
 # test examples.
 
 
@@ -265,16 +265,16 @@ class Settings:
 
     @property
     def rates(self) -> Rates:
-        """What becomes of the learning rates."""
+        """How the learning rates change over a run."""
         return Rates(self.lr_schedule, self.server_lr_schedule, self.rounds)
 
     def recorded(self) -> dict[str, Any]:
-        """What a run's config says; a setting that is none is not in it."""
+        """What a run's config says; it leaves out settings that are none."""
         return {name: plain(value) for name, value in asdict(self).items() if value is not None}
 
 
 RUN_OPTIONS = options_of(Settings)
 MACHINE = frozenset({name for name, option in RUN_OPTIONS.items() if option.about.machine} | {"data_dir"})
-"""Settings that say where and how a run is computed, not what; of tasks only `data_dir`, where their data lies."""
+"""Settings that say where and how a run is computed, not what. Tasks have only `data_dir`, where their data lies."""
 SIMULATED = frozenset(name for name, option in RUN_OPTIONS.items() if option.about.simulated)
 EXTENDS = frozenset(name for name, option in RUN_OPTIONS.items() if option.about.extends)

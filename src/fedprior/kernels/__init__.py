@@ -1,6 +1,6 @@
-"""Kernels for a vectorised cohort on a GPU: one weight set a client, where torch's grouped ones are slow.
+"""Kernels for a vectorised cohort on a GPU: one weight set per client, where torch's grouped kernels are slow.
 
-They are faster ways of operations of `core`, `units` and `priors`, with which `registration.py` registers them when an
+They are faster versions of operations in `core`, `units` and `priors`. `registration.py` registers them there when an
 engine is given a GPU (`engines/devices.py`). No other module imports this package.
 """
 

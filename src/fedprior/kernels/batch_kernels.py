@@ -10,7 +10,7 @@ def batch_kernel(
     C: tl.constexpr, SIZE: tl.constexpr, AFFINE: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
     BS: tl.constexpr,
 ):  # fmt: skip
-    """Normalises by the statistics of the images that are not masked, and keeps these."""
+    """Normalises by the statistics of the images that are not masked, and keeps these statistics."""
     channel = tl.program_id(0) % C
     client = (tl.program_id(0) // C).to(tl.int64)
     source = x + client * x_stride + channel * SIZE

@@ -1,4 +1,4 @@
-"""Batched batch norm: statistics, weight and bias of each client's own, one launch forwards and one backwards.
+"""Batched batch norm: each client has its own statistics, weight and bias; one launch forwards, one backwards.
 
 Tensors carry the clients in front: inputs (clients, images, channels, ...), which images are real (clients, images),
 weights and biases (clients, channels).
@@ -15,20 +15,20 @@ from fedprior.core.operations import batched
 from fedprior.kernels.launch import fold, strided, target, unfold
 
 TILE = 2048
-"""Numbers that a program looks at together."""
+"""How many numbers a program reads at once."""
 
 
 def batch_norm(
     x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and each channel's mean and variance, for what `vmap` batches; both weight and bias, or none."""
+    """The output and each channel's mean and variance, for what `vmap` batches; both weight and bias, or neither."""
     rest = [None if p is None else p.unsqueeze(0) for p in (mask, weight, bias)]
     out, mean, variance = BatchNorm.apply(x.unsqueeze(0), *rest, eps)
     return out.squeeze(0), mean.squeeze(0), variance.squeeze(0)
 
 
 def fits(x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
-    """Whether these are what the kernels are for."""
+    """Whether the kernels can take these tensors."""
     return batched(x) and (weight is None) == (bias is None) and 0 < x.numel() < 2**31
 
 
@@ -92,7 +92,7 @@ def backward(
 
 
 class BatchNorm(torch.autograd.Function):
-    """The output, with the statistics, through which no gradient goes."""
+    """The output and the statistics; no gradient flows through the statistics."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ class BatchNorm(torch.autograd.Function):
 
 
 class BatchNormGradient(torch.autograd.Function):
-    """The gradients; differentiated again, which is rare, they fall back to torch's own operations."""
+    """The gradients. A second derivative, which is rare, falls back to torch's own operations."""
 
     @staticmethod
     def forward(

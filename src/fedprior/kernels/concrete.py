@@ -1,6 +1,6 @@
 """From norms and thresholds to gates and their hard-concrete draws: one launch each way instead of some ten.
 
-Tensors carry the clients in front, one row of gates each. `priors/thresholds.py` has the same in torch's operations.
+Tensors carry the clients in front, one row of gates each. `priors/thresholds.py` does the same in torch's operations.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def logits_and_gates(
 
 
 def hard_concrete(logits: Tensor, key: Tensor, stretch: Stretch) -> Tensor:
-    """One draw in [0, 1] a gate from the key's uniform numbers; differentiable in the logits."""
+    """One draw in [0, 1] per gate from the key's uniform numbers; differentiable in the logits."""
     out: Tensor = Concrete.apply(logits.unsqueeze(0), key.unsqueeze(0), stretch)
     return out.squeeze(0)
 
@@ -61,7 +61,7 @@ def _mask(is_open: Tensor | None, other: Tensor) -> Tensor:
 
 
 class _Gradient(torch.autograd.Function):
-    """What has no gradient of its own."""
+    """A function that has no gradient of its own."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -73,7 +73,7 @@ class _Gradient(torch.autograd.Function):
 
 
 class Logits(torch.autograd.Function):
-    """Norms, v, open gates and temperatures to logits and gates."""
+    """Maps norms, v, open gates and temperatures to logits and gates."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class Logits(torch.autograd.Function):
 
 
 class LogitsGradient(_Gradient):
-    """Both outputs' gradients to that of v."""
+    """Maps both outputs' gradients to that of v."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class LogitsGradient(_Gradient):
 
 
 class Concrete(torch.autograd.Function):
-    """Logits and keys to draws."""
+    """Maps logits and keys to draws."""
 
     @staticmethod
     def forward(logits: Tensor, keys: Tensor, stretch: Stretch) -> Tensor:
@@ -161,7 +161,7 @@ class Concrete(torch.autograd.Function):
 
 
 class ConcreteGradient(_Gradient):
-    """The draws' gradient to that of the logits."""
+    """Maps the draws' gradient to that of the logits."""
 
     @staticmethod
     def forward(grad: Tensor, logits: Tensor, keys: Tensor, stretch: Stretch) -> Tensor:

@@ -19,24 +19,24 @@ PROGRAMS = 528
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program's work is cut; all sizes are powers of two, at least 16."""
+    """How one program's work is divided; all sizes are powers of two, at least 16."""
 
     outputs: int
     """Output channels (of the weights, in the weights' gradient)."""
     positions: int
     """Image positions."""
     depth: int
-    """Taps × channels: summed over, or rows of the weights' gradient."""
+    """Taps × channels: the summed index, or the rows of the weights' gradient."""
     warps: int = 4
     stages: int = 3
     swap: bool = False
     """Whether positions (or taps × channels) are the rows of the tensor cores' product."""
     unroll: bool = False
-    """Whether the steps over taps × channels are written out, which turns the taps into constants."""
+    """Whether the loop over taps × channels is unrolled, which turns the taps into constants."""
     last: bool = False
-    """Whether the input is first copied to channels last: traffic once, and a quarter of the loads at every tap."""
+    """Whether the input is first copied to channels last: one copy, then a quarter of the loads at every tap."""
     splits: int = 1
-    """Shares of the positions, in the weights' gradient only."""
+    """Number of shares of the positions, in the weights' gradient only."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Geometry:
 
     @property
     def depth(self) -> int:
-        """Weights of one output channel."""
+        """The number of weights of one output channel."""
         return self.inputs * prod(self.kernel)
 
     @staticmethod
@@ -73,7 +73,7 @@ class Geometry:
 
 
 def choose(channels: int, outputs: int, taps: int, positions: int, clients: int) -> Tile:
-    """Tile of the convolution (or its transpose, with the two channel numbers swapped), from benchmarks/kernels.py."""
+    """The tile of the convolution (or its transpose, with the channel counts swapped), from benchmarks/kernels.py."""
     rows = min(64, power(outputs))
     depth = next((d for d in (32, 16) if channels % d == 0), min(32, power(channels * taps)))
     tiles = cdiv(outputs, rows) * clients
@@ -84,7 +84,7 @@ def choose(channels: int, outputs: int, taps: int, positions: int, clients: int)
 
 
 def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Tile:
-    """Tile of the weights' gradient, from benchmarks/kernels.py."""
+    """The tile of the weights' gradient, from benchmarks/kernels.py."""
     rows = min(64, power(outputs))
     block = min(128 if rows == 64 or depth < 128 else 64, power(depth))
     tiles = cdiv(outputs, rows) * cdiv(depth, block) * clients
@@ -109,7 +109,7 @@ def forward(
 def grad_input(
     grad: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair, tile: Tile | None = None
 ) -> Tensor:
-    """The gradient for the input, of so many rows and columns: the transposed convolution."""
+    """The gradient for an input of this many rows and columns: the transposed convolution."""
     out = grad.new_empty(*grad.shape[:2], weight.shape[2], *size)
     g = Geometry.of(out, weight, stride, padding)
     positions = out.shape[1] * prod(size)

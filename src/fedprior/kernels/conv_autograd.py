@@ -22,7 +22,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding
 
 
 class Convolution(torch.autograd.Function):
-    """Inputs and weights to outputs."""
+    """Maps inputs and weights to outputs."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
@@ -53,7 +53,7 @@ class Convolution(torch.autograd.Function):
 
 
 class InputGradient(torch.autograd.Function):
-    """Outputs' gradient and weights to the inputs' gradient: linear in both."""
+    """Maps the outputs' gradient and weights to the inputs' gradient: linear in both."""
 
     @staticmethod
     def forward(grad: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair) -> Tensor:
@@ -83,7 +83,7 @@ class InputGradient(torch.autograd.Function):
 
 
 class WeightGradient(torch.autograd.Function):
-    """Inputs and outputs' gradient to the weights' and the bias's gradient: linear in both."""
+    """Maps inputs and the outputs' gradient to the gradients of weights and bias: linear in both."""
 
     @staticmethod
     def forward(

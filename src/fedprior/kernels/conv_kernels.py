@@ -1,4 +1,4 @@
-"""Triton code of the batched convolution: one weight set a client, NCHW, as a matrix product that is never unfolded.
+"""Triton code of the batched convolution: one weight set per client, NCHW, as a matrix product without unfolding.
 
 Positions are (image, row, column) flattened; the summed index is (kernel row, kernel column, channel) flattened, so
 that a block of channels shares one kernel tap and its bounds checks. Every size but the number of positions is a
@@ -20,7 +20,7 @@ def _contract(
     K: tl.constexpr = KH * KW * C
     lane = tl.arange(0, BK)[None, :]
     # Positions come first in every gathered block: where Triton cannot tell which index is contiguous, it puts
-    # neighbouring threads along the first, and neighbouring positions are what lies together in memory.
+    # neighbouring threads along the first, and neighbouring positions are adjacent in memory.
     if C % BK == 0:  # one tap: bounds and addresses depend on the position only
         tap = k0 // C + tl.zeros([1, 1], tl.int32)
         first = k0 % C
@@ -52,9 +52,9 @@ def _contract(
     if K % BK != 0:
         ok = ok & (k0 + lane < K)
         known = known & (k0 + lane < K)
-    if LAST:  # channels lie together: four at a time
+    if LAST:  # channels are adjacent: four at a time
         at = images[:, None] + ((up * W + left) * C + first)
-        if C % 4 == 0:  # 16 bytes; the compiler does not see it
+        if C % 4 == 0:  # 16 bytes; the compiler does not see this
             at = tl.multiple_of(at, [16, 16])
         source = tl.load(at + channel, mask=ok, other=0.0)
     else:
@@ -121,7 +121,7 @@ def contract_kernel(
 
 @triton.jit
 def last_kernel(x, out, x_stride, images, C: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr):
-    """(channels, places) of each image to (places, channels)."""
+    """Turns (channels, places) of each image into (places, channels)."""
     TILES: tl.constexpr = (S + BS - 1) // BS
     ROWS: tl.constexpr = (C + BC - 1) // BC
     s = tl.program_id(0) % TILES * BS + tl.arange(0, BS)

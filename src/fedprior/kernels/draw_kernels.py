@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def lanes(count, BLOCK: tl.constexpr):
-    """This program's row, and its places among the row's `count`: `launch.row_grid` covers them."""
+    """This program's row, and its places among the row's `count`; `launch.row_grid` covers them all."""
     blocks = tl.cdiv(count, BLOCK)
     program = tl.program_id(0)
     return (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -35,21 +35,21 @@ def draw(keys, row, i):
 
 @triton.jit
 def uniform_kernel(keys, out, count, BLOCK: tl.constexpr):
-    """Uniform numbers, one key a row."""
+    """Uniform numbers, one key per row."""
     row, i = lanes(count, BLOCK)
     tl.store(out + row * count + i, draw(keys, row, i), mask=i < count)
 
 
 @triton.jit
 def bits_kernel(keys, out, count, BLOCK: tl.constexpr):
-    """Numbers of 64 bits, one key a row."""
+    """64-bit numbers, one key per row."""
     row, i = lanes(count, BLOCK)
     tl.store(out + row * count + i, _bits(keys, row, i).to(tl.int64, bitcast=True), mask=i < count)
 
 
 @triton.jit
 def dropout_kernel(x, keys, out, count, rate, scale, BLOCK: tl.constexpr):
-    """x · scale where the draw is at least the rate, else zero; one key a row."""
+    """x · scale where the draw is at least the rate, else zero; one key per row."""
     row, i = lanes(count, BLOCK)
     inside = i < count
     value = tl.load(x + row * count + i, mask=inside, other=0.0)
@@ -57,7 +57,7 @@ def dropout_kernel(x, keys, out, count, rate, scale, BLOCK: tl.constexpr):
     tl.store(out + row * count + i, value * keep, mask=inside)
 
 
-# One program for all shapes and strides: compiling takes longer than any of them.
+# One program for all shapes and strides: compiling takes longer than running any of them.
 @triton.jit(
     do_not_specialize=["number", "total", "columns", "key_row", "key_column", "data_row", "data_column"],
 )
@@ -65,7 +65,7 @@ def fold_kernel(
     keys, data, out, number, total, columns, key_row, key_column, data_row, data_column,
     NUMBER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A new key from a key and either one number, mixed already, or the entry of `data` at the same place."""
+    """A new key from a key and either one number, already mixed, or the entry of `data` at the same place."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     row, column = (i // columns).to(tl.int64), (i % columns).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Keyed draws as functions that `torch.func` can batch: a cohort's keys end in one launch."""
+"""Keyed draws as functions that `torch.func` can batch: all of a cohort's keys share one launch."""
 
 from math import prod
 from typing import Any
@@ -12,13 +12,13 @@ BLOCK = 1024
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """`keys.uniform` in float32, which is the only `dtype` there is; with several keys in one tensor, for each."""
+    """`keys.uniform` in float32, the only `dtype` supported; for each key, if the tensor has several."""
     drawn: Tensor = Uniform.apply(key, prod(shape))
     return drawn.reshape(*key.shape, *shape)
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """`keys.bits`; with several keys in one tensor, for each."""
+    """`keys.bits`; for each key, if the tensor has several."""
     drawn: Tensor = Bits.apply(key, count)
     return drawn
 
@@ -28,7 +28,7 @@ def fold(key: Tensor, data: Tensor | int) -> Tensor:
     if isinstance(data, int):
         number: Tensor = FoldNumber.apply(key, data)
         return number
-    dims = max(key.dim(), data.dim())  # alike, so that a dimension that `vmap` puts in front is the same for both
+    dims = max(key.dim(), data.dim())  # equal, so that a dimension that `vmap` puts in front is the same for both
     key, data = (x.reshape([1] * (dims - x.dim()) + list(x.shape)) for x in (key, data))
     folded: Tensor = Fold.apply(key, data)
     return folded
@@ -63,7 +63,7 @@ def _fold(key: Tensor, data: Tensor | None, number: int) -> Tensor:
 
 
 def _drawn(kernel: Any, key: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Keys of any shape to draws of that shape and one dimension more."""
+    """Maps keys of any shape to draws of that shape with one more dimension."""
     key = key.contiguous()
     out = torch.empty(*key.shape, count, dtype=dtype, device=key.device)
     if out.numel():
@@ -73,7 +73,7 @@ def _drawn(kernel: Any, key: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Keyed(torch.autograd.Function):
-    """What integers and draws have no gradient for."""
+    """A function of keys, which has no gradient."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -85,7 +85,7 @@ class _Keyed(torch.autograd.Function):
 
 
 class Uniform(_Keyed):
-    """Keys and how many numbers each draws to these."""
+    """Maps keys, and how many numbers each draws, to these numbers."""
 
     @staticmethod
     def forward(key: Tensor, count: int) -> Tensor:
@@ -113,7 +113,7 @@ class Bits(_Keyed):
 
 
 class FoldNumber(_Keyed):
-    """Keys and one mixed number for all of them to new keys."""
+    """Maps keys, and one mixed number for all of them, to new keys."""
 
     @staticmethod
     def forward(key: Tensor, number: int) -> Tensor:
@@ -125,7 +125,7 @@ class FoldNumber(_Keyed):
 
 
 class Fold(_Keyed):
-    """Keys and numbers, of as many dimensions, to new keys."""
+    """Maps keys and numbers of as many dimensions to new keys."""
 
     @staticmethod
     def forward(key: Tensor, data: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Fold(_Keyed):
 
 
 class Dropout(torch.autograd.Function):
-    """Inputs of the keys' shape and more; linear in them, and its own transpose."""
+    """Takes inputs of the keys' shape with more dimensions; linear in them, and its own transpose."""
 
     @staticmethod
     def forward(x: Tensor, key: Tensor, rate: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton code of gates: one program a group of weights and client, or one lane a gate."""
+"""Triton code of gates: one program per client and group of weights, or one lane per gate."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def scale_kernel(
     w, a, b, z, out_w, out_a, out_b, w_stride, a_stride, b_stride, units, first, gates,
     WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each gate times its own group."""
+    """Multiplies each group by its gate."""
     unit = (tl.program_id(0) % units).to(tl.int64)
     client = (tl.program_id(0) // units).to(tl.int64)
     gate = tl.load(z + client * gates + first + unit)
@@ -81,10 +81,10 @@ def logit_kernel(
     threshold = tl.load(v + at, mask=inside, other=0.0)
     e = tl.exp(tl.minimum(threshold, 20.0))
     up = 1.0 + e
-    # log(1 + e) without losing a small e to rounding (Kahan), and v itself where e is large, as torch has it.
+    # log(1 + e) without losing a small e to rounding (Kahan), and v itself where e is large, as torch does.
     plus = tl.where(up == 1.0, e, tl.log(up) * (e / tl.where(up == 1.0, 1.0, up - 1.0)))
     plus = tl.where(threshold > 20.0, threshold, plus)
-    if EACH:  # a temperature a row, rather than one number for all
+    if EACH:  # one temperature per row, rather than one for all
         number = tl.load(temperature + row)
     logit = (tl.load(norms + at, mask=inside, other=0.0) - plus) / number
     logit = tl.where(threshold < edge, opened, logit)
@@ -128,7 +128,7 @@ def _stretched(logits, keys, row, i, count, shift, BETA: tl.constexpr):
 def concrete_kernel(
     logits, keys, out, count, shift, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A hard-concrete draw from each gate's logit, one key a row."""
+    """A hard-concrete draw from each gate's logit, one key per row."""
     row, i = lanes(count, BLOCK)
     value = _stretched(logits, keys, row, i, count, shift, BETA) * (HIGH - LOW) + LOW
     value = tl.where(value < 0.0, 0.0, tl.where(value > 1.0, 1.0, value))

@@ -1,7 +1,7 @@
 """Gates on groups of weights: norms, the product with the gates, and both gradients in one pass over the weights.
 
-Tensors carry the clients in front. A layer of `units` gates has a weight with one row a gate and up to two vectors with
-one entry a gate (a bias, or a norm's weight and bias). `units/rows.py` has the same in torch's own operations.
+Tensors carry the clients in front. A layer of `units` gates has a weight with one row per gate and up to two vectors
+with one entry per gate (a bias, or a norm's weight and bias). `units/rows.py` does the same in torch's own operations.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ def _slots(layers: Layers) -> Iterator[Slot]:
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A layer's tensors; the first stands for those that there are not."""
+    """A layer's tensors, made three; the first stands in for any that are missing."""
     return [*tensors, *[tensors[0]] * (MOST - len(tensors))]
 
 
@@ -65,7 +65,7 @@ def _strides(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _width(tensor: Tensor) -> int:
-    """Entries of one row."""
+    """The number of entries in one row."""
     return tensor[0, 0].numel()
 
 
@@ -137,7 +137,7 @@ def unfold(info: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class Norms(torch.autograd.Function):
-    """Groups to norms."""
+    """Maps groups to norms."""
 
     @staticmethod
     def forward(*weights: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Norms(torch.autograd.Function):
 
 
 class Scale(torch.autograd.Function):
-    """Gates and groups to the groups times the gates."""
+    """Maps gates and groups to the groups times the gates."""
 
     @staticmethod
     def forward(layers: Layers, z: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ class Scale(torch.autograd.Function):
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Gates, gradients and groups to the gradients of gates and groups; differentiated again by torch's operations."""
+    """Maps gates, gradients and groups to the gradients of gates and groups; its own derivative is torch's."""
 
     @staticmethod
     def forward(layers: Layers, z: Tensor, *both: Tensor) -> tuple[Tensor, ...]:

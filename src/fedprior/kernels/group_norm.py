@@ -1,4 +1,4 @@
-"""Batched group norm: one weight and bias a client, one launch forwards and one backwards.
+"""Batched group norm: one weight and bias per client, one launch forwards and one backwards.
 
 Tensors carry the clients in front: inputs (clients, images, channels, ...), weights and biases (clients, channels).
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedprior.kernels.launch import fold, strided, target, unfold
 
 LARGEST = 16384
-"""Elements of one group that fit into one program's registers."""
+"""How many elements of one group fit into one program's registers."""
 
 
 def fits(x: Tensor, groups: int) -> bool:
@@ -24,7 +24,7 @@ def fits(x: Tensor, groups: int) -> bool:
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`torch.nn.functional.group_norm` for inputs and weights that `vmap` batches; both weight and bias, or none."""
+    """`torch.nn.functional.group_norm` for inputs and weights that `vmap` batches; both weight and bias, or neither."""
     affine = [None if p is None else p.unsqueeze(0) for p in (weight, bias)]
     out: Tensor = GroupNorm.apply(x.unsqueeze(0), *affine, groups, eps)[0]
     return out.squeeze(0)
@@ -83,7 +83,7 @@ def backward(
 
 
 class GroupNorm(torch.autograd.Function):
-    """The output, with the statistics that the gradient needs."""
+    """The output, and the statistics that the gradient needs."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ class GroupNorm(torch.autograd.Function):
 
 
 class GroupNormGradient(torch.autograd.Function):
-    """The gradients; differentiated again, which is rare, they fall back to torch's own operations."""
+    """The gradients. A second derivative, which is rare, falls back to torch's own operations."""
 
     @staticmethod
     def forward(

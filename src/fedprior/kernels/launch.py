@@ -1,7 +1,7 @@
 """What every kernel's launch needs.
 
-All programs stand on the first axis of the grid, which takes 2³¹ − 1 of them; the other two take 65,535, fewer than
-a large cohort has keys. What varies fastest comes first, so that neighbours work on one client.
+All programs lie on the first axis of the grid, which takes 2³¹ − 1 of them. The other two take 65,535, fewer than a
+large cohort has keys. What varies fastest comes first, so that neighbours work on one client.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_grid(rows: int, count: int, block: int) -> tuple[int]:
-    """A program for every block of `count` places, row by row.
+    """One program per block of a row's `count` places, row by row.
 
     >>> row_grid(100_000, 1_500, 1_024)
     (200000,)
@@ -36,12 +36,12 @@ def precision() -> str:
 
 
 def strided(x: Tensor) -> Tensor:
-    """Dense but for the clients' dimension, which may be spread or repeated."""
+    """The tensor, dense except for the clients' dimension, which may be spread or repeated."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 
 def target(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Makes the tensor's device current, because Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""A linear layer with one set of weights a client: torch's batched products, gradients laid out as the weights are.
+"""A linear layer with one weight set per client: torch's batched products, with gradients laid out like the weights.
 
-Under `vmap` torch's own gives the weights' gradient transposed. An optimiser's step then reads it across rows, which is
-several times slower, and takes one parameter at a time.
+Under `vmap`, torch's own layer gives the weights' gradient transposed. An optimiser's step then reads it across rows,
+which is several times slower, and takes one parameter at a time.
 """
 
 from typing import Any

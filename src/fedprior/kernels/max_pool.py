@@ -1,4 +1,4 @@
-"""The 2×2 max pool without indices: torch writes 64 bits an output, and reads them back."""
+"""The 2×2 max pool without indices: torch writes 64 bits per output, and reads them back."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ BLOCK = 512
 
 
 def max_pool2d(x: Tensor) -> Tensor:
-    """`torch.nn.functional.max_pool2d(x, 2)` over the last two of any dimensions."""
+    """`torch.nn.functional.max_pool2d(x, 2)` over the last two of any number of dimensions."""
     out: Tensor = MaxPool.apply(x)
     return out
 
@@ -53,7 +53,7 @@ def _front(size: int, dim: int | None, x: Tensor) -> Tensor:
 
 
 class MaxPool(torch.autograd.Function):
-    """Inputs to outputs."""
+    """Maps inputs to outputs."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class MaxPool(torch.autograd.Function):
 
 
 class MaxPoolGradient(torch.autograd.Function):
-    """Outputs' gradient and inputs to the inputs' gradient; again differentiated by torch's own operations."""
+    """Maps the outputs' gradient and inputs to the inputs' gradient; its own derivative is torch's."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ def available() -> bool:
 class BatchedKernels(TorchFunctionMode):
     """Sends convolutions, linear layers, group norms and 2×2 pools of a vectorised cohort to the kernels.
 
-    All else goes to torch.
+    Everything else goes to torch.
 
     `force` also takes tensors that are not on a GPU, for Triton's interpreter; `routes` names the functions to take
-    over, all that have a kernel unless told.
+    over, by default all that have a kernel.
     """
 
     def __init__(self, force: bool = False, routes: Mapping[Any, Any] | None = None) -> None:
@@ -48,7 +48,7 @@ class BatchedKernels(TorchFunctionMode):
         return out
 
     def takes(self, *tensors: Tensor | None) -> bool:
-        """Whether these are what the kernels are for."""
+        """Whether the kernels can take these tensors."""
         present = [t for t in tensors if t is not None]
         return all(t.dtype == torch.float32 and (t.is_cuda or self.force) and 0 < t.numel() < 2**31 for t in present)
 
@@ -62,7 +62,7 @@ class BatchedKernels(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        """The route of `torch.conv2d`; weights that all clients share are torch's own good case."""
+        """The route of `torch.conv2d`; torch itself does well on weights that all clients share."""
         if groups != 1 or pair(dilation) != (1, 1) or input.dim() != 4 or not batched(weight):
             return NotImplemented
         stride, kernel = pair(stride), (weight.shape[2], weight.shape[3])
@@ -78,7 +78,7 @@ class BatchedKernels(TorchFunctionMode):
         return conv2d(input, weight, bias, stride, padding)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """The route of `linear`; weights that all clients share are torch's own good case."""
+        """The route of `linear`; torch itself does well on weights that all clients share."""
         if weight.dim() != 2 or not batched(weight) or not self.takes(input, weight, bias):
             return NotImplemented
         from fedprior.kernels.linear import linear

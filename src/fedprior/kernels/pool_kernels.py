@@ -1,4 +1,4 @@
-"""Triton code of the 2×2 max pool: no indices are kept, the backward pass finds the largest again."""
+"""Triton code of the 2×2 max pool. It keeps no indices: the backward pass finds the largest again."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def _larger(best, place, value, at: tl.constexpr):
 
 @triton.jit
 def pool_kernel(x, out, total, H: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """One output a thread."""
+    """One output per thread."""
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
     start = tl.program_id(0)
@@ -33,7 +33,7 @@ def pool_kernel(x, out, total, H: tl.constexpr, W: tl.constexpr, WIDE: tl.conste
 
 @triton.jit
 def pool_backward_kernel(grad, x, dx, total, H: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """One 2×2 window a thread, half windows at odd edges included: they get zero."""
+    """One 2×2 window per thread, including half windows at odd edges, which get zero."""
     OH: tl.constexpr = H // 2
     OW: tl.constexpr = W // 2
     CH: tl.constexpr = (H + 1) // 2

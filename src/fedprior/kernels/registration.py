@@ -1,4 +1,4 @@
-"""Registers the kernels with the operations that they are faster ways of."""
+"""Registers the kernels with the operations that they speed up."""
 
 import importlib
 import math
@@ -17,12 +17,12 @@ from fedprior.priors import thresholds
 from fedprior.units import rows
 
 TRITON = ("batch", "conv", "draw", "gate", "norm", "pool")
-"""What `*_kernels.py` there are: Triton code, which only a machine with Triton can import."""
+"""The `*_kernels.py` there are: Triton code, which only a machine with Triton can import."""
 STRETCH = concrete.Stretch(thresholds.BETA, thresholds.GAMMA, thresholds.ZETA, thresholds.SHIFT)
 
 
 def register() -> None:
-    """Once and for all, where there is a GPU that they are for; else nothing changes."""
+    """Register them for good, if there is a suitable GPU; otherwise nothing changes."""
     if available():
         for name in TRITON:
             importlib.import_module(f"fedprior.kernels.{name}_kernels")
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def register_for(takes: Callable[[Tensor], bool], **routing: Any) -> None:
-    """For tensors like these. Tests take a CPU's, which Triton interprets, with `routing` for `BatchedKernels`."""
+    """Register them for such tensors. `routing` is for `BatchedKernels`. Tests use a CPU's, which Triton interprets."""
 
     def single(x: Tensor) -> bool:
         return takes(x) and x.dtype == torch.float32
@@ -62,7 +62,7 @@ def draw_gates(logits: Tensor, key: Tensor) -> Tensor:
 
 
 def class_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    """`network.class_losses`: torch's own is some ten operations under `vmap`. Labels were checked with the data."""
+    """`network.class_losses`: torch's own takes some ten operations under `vmap`. Labels were checked with the data."""
     return -F.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
 
 

@@ -1,4 +1,4 @@
-"""Tables and figures from records. Sees only what a run left on disk."""
+"""Tables and figures from records. This package sees only what a run left on disk."""
 
 from fedprior.report.reading import Partition
 from fedprior.report.records import Broken, Curve, Estimate, Found, Group, Run, find_runs, group_runs, read_run

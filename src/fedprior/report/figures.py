@@ -1,7 +1,7 @@
-"""Figures of the paper from records: a line a label, the mean over seeds, with a band of one standard error.
+"""Figures of the paper from records: one line per label, the mean over seeds, with a band of one standard error.
 
-Drawn for the width of a paper's column, without pyplot and so without a display or any global state. matplotlib comes
-with the extra `fedprior[report]`.
+Figures fit the width of a paper's column. They are drawn without pyplot, and so without a display or any global state.
+matplotlib comes with the extra `fedprior[report]`.
 """
 
 import io
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMN = 3.35
-"""Inches: one of two columns of a paper."""
+"""The width in inches of one column of a two-column paper."""
 FORMATS = ("png", "svg", "pdf")
 
-# Okabe and Ito's colours, told apart with every kind of colour vision; dashes tell lines apart in grey.
+# Okabe and Ito's colours, distinct for every kind of colour vision; dashes tell lines apart in grey.
 COLOURS = ("#000000", "#E69F00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#D55E00", "#999999")
 DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.2, 1, 1.2)), "-", (0, (6, 1)), "-", (0, (2, 1)), (0, (1, 1)))
 STYLE: Any = {
@@ -45,12 +45,12 @@ STYLE: Any = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "savefig.dpi": 300,
-    "pdf.fonttype": 42,  # letters that a program can search, not drawings
+    "pdf.fonttype": 42,  # searchable text, not outlines
     "svg.hashsalt": "fedprior",  # the same records give the same file
 }
 
 VARIANT = (0, (1, 1))
-"""The dashes of a variant, which has the colour of what it varies, and a hollow dot at its end."""
+"""The dashes of a variant. It shares the colour of what it varies, and ends in a hollow dot."""
 
 
 class Name(NamedTuple):
@@ -65,7 +65,7 @@ Names = Mapping[str, Name]
 """The names in the legend's order. Colours follow this order, so that they agree in all figures."""
 Draw = Callable[[Sequence[Group], Names | None], "Figure"]
 Asked = Mapping[str, tuple[Draw, Sequence[Group]]]
-"""By its file's name, which figure is drawn of which groups."""
+"""Which figure to draw of which groups, by file name."""
 
 
 class NoMatplotlibError(FedpriorError):
@@ -78,27 +78,27 @@ def accuracy_against_bytes(groups: Sequence[Group], names: Names | None = None) 
 
 
 def accuracy_against_rounds(groups: Sequence[Group], names: Names | None = None) -> "Figure":
-    """Global and local accuracy against communication rounds; of two labels, with and without server pruning."""
+    """Global and local accuracy against communication rounds; with two labels, with and without server pruning."""
     return _panels(groups, names, ACCURACIES, "round", "round")
 
 
 def sparsity_over_rounds(groups: Sequence[Group], names: Names | None = None) -> "Figure":
-    """How much of the network is gone, over rounds."""
+    """The share of the network that is gone, over rounds."""
     return _panels(groups, names, (("sparsity", "sparsity (%)", 100.0),), "round", "round")
 
 
 def total_variation(groups: Sequence[Group], names: Names | None = None) -> "Figure":
-    """Mean and maximum total variation between the gates of clients and server, of the labels that have gates."""
+    """Mean and maximum total variation between the gates of clients and server, for the labels that have gates."""
     return _panels(groups, names, TOTAL_VARIATIONS, "round", "round")
 
 
 def partition_picture(partition: Partition) -> "Figure":
-    """Class against client: which share of each client's training examples is of which class."""
+    """Class against client: the share of each client's training examples that belongs to each class."""
     with figure_style():
         from matplotlib.figure import Figure
 
         shares = partition.train / np.maximum(partition.train.sum(1, keepdims=True), 1)
-        # Clients of a kind side by side: by their most frequent class, and by how frequent it is.
+        # Similar clients stand side by side: sorted by their most frequent class, and by how frequent it is.
         top = shares.argmax(1)
         order = np.lexsort((-shares[np.arange(len(shares)), top], top))
         figure = Figure((COLUMN, 2.1 if partition.classes <= 40 else 2.8), layout="constrained")
@@ -119,7 +119,7 @@ def partition_picture(partition: Partition) -> "Figure":
 def write_figures(
     folder: Path, asked: Asked, names: Names | None = None, partitions: Sequence[Partition] = ()
 ) -> list[Path]:
-    """Every figure that there are groups for, and the partitions, in every format."""
+    """Write every figure that there are groups for, and the partitions, in every format."""
     drawn = {name: draw(groups, names) for name, (draw, groups) in asked.items() if groups}
     for number, partition in enumerate(partitions):
         drawn[f"partition-{number}" if number else "partition"] = partition_picture(partition)
@@ -151,7 +151,7 @@ def _panels(
     against: str,
     xlabel: str,
 ) -> "Figure":
-    """One panel above the other for each field, on the same axis, and one legend over them."""
+    """One panel per field, stacked on a shared axis, with one legend above them."""
     with figure_style():
         from matplotlib.figure import Figure
 
@@ -189,7 +189,7 @@ def _line(axes: "Axes", group: Group, field: str, against: str, scale: float, lo
 
 
 def _legend(figure: "Figure", axes: "Axes") -> None:
-    """Over the panels, filled row by row."""
+    """Put the legend above the panels, filled row by row."""
     handles, labels = axes.get_legend_handles_labels()
     columns = _legend_columns(labels)
     order = [i for first in range(columns) for i in range(first, len(labels), columns)]
@@ -207,16 +207,16 @@ def _legend(figure: "Figure", axes: "Axes") -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    """As many as fit the figure's width."""
+    """As many columns as fit the figure's width."""
     longest = max(map(len, labels), default=0)
     return 3 if longest <= 16 else 2 if longest <= 28 else 1
 
 
 def _skip_the_start(axes: "Axes") -> None:
-    """Begin an accuracy's axis above the steep first rounds, where all lines lie on one another; show all the rest."""
+    """Begin an accuracy's axis above the steep first rounds, where all lines overlap; show all the rest."""
     later = [np.asarray(line.get_ydata(), float)[len(line.get_xdata()) // 12 :] for line in axes.get_lines()]  # type: ignore[arg-type]
     if later:
-        low, high = float(min(values.min() for values in later)), float(axes.dataLim.y1)  # bands have their place too
+        low, high = float(min(values.min() for values in later)), float(axes.dataLim.y1)  # leave room for the bands
         room = 0.05 * max(high - low, 1)
         axes.set_ylim(max(low - room, 0), high + room)
 
@@ -233,7 +233,7 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
         while base not in own:
             base = known[base].variant_of
         i = own.index(base)
-        # Beyond the last colour they begin anew, with other dashes.
+        # After the last colour they start again, with other dashes.
         dashes = DASHES[(i + 6 * (i // 8)) % 8] if label in own else VARIANT
         looks[label] = {"color": COLOURS[i % 8], "linestyle": dashes, "label": name.text}
         if label not in own:
@@ -242,7 +242,7 @@ def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, 
 
 
 def figure_style() -> Any:
-    """The style as a context; or, in one line, how to get matplotlib."""
+    """The style as a context. Without matplotlib, the error says in one line how to get it."""
     try:
         import matplotlib
     except ImportError as error:

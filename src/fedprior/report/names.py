@@ -1,4 +1,4 @@
-"""Names by which runs can be told apart: by what differs between those of one label."""
+"""Names that tell runs apart, by what differs between those of one label."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,14 @@ from fedprior.core.settings import MACHINE
 from fedprior.report.records import Run, group_runs
 
 ORDER = ("algorithm", "run", "task")
-"""Sections of config.toml, those whose settings tell most first."""
+"""Sections of config.toml, the most telling first."""
 
 
 def told_apart(runs: Sequence[Run]) -> list[Run]:
-    """The same runs in the same order; where several of a label are not seeds of one setting, with longer labels.
+    """The same runs in the same order, with longer labels where those of one label differ by more than their seeds.
 
-    A label gets the settings that differ, as few as tell apart all that can be told apart by settings; runs that have
-    one seed and the same settings get their folders. What differs by its seed only keeps one label, and is one group.
+    A label gets the settings that differ: as few as suffice to tell apart all that settings can tell apart. Runs that
+    share both seed and settings get their folders. Runs that differ only by seed keep one label, and are one group.
     """
     names: dict[int, str] = {}
     groups = group_runs(runs)
@@ -36,7 +36,7 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def _telling(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Settings, each of which tells apart runs that those before it do not."""
+    """Settings, each of which tells apart runs that the ones before it do not."""
     known = dict.fromkeys((section, key) for section in ORDER for run in runs for key in run.config[section])
     chosen: list[tuple[str, str]] = []
     for section, key in known:
@@ -50,5 +50,5 @@ def _kinds(runs: Sequence[Run], keys: Iterable[tuple[str, str]]) -> int:
 
 
 def _text(value: Any) -> str:
-    """As `--set` has it; a setting that a config does not have is none, or younger than the run."""
+    """A value as `--set` writes it. A setting missing from a config is none, or newer than the run."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,7 +1,7 @@
-"""One HTML page of runs: it opens from disk, asks no network for anything, and fits a phone.
+"""One HTML page of runs: it opens from disk, needs no network, and fits a phone.
 
 The table, the settings and the commands are plain HTML, so that they can be read without scripts; `assets/page.js`
-draws the rest from the same records, which lie in the page as JSON.
+draws the rest from the same records, which the page holds as JSON.
 """
 
 import html
@@ -107,7 +107,7 @@ def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[R
         count="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         style=assets.joinpath("page.css").read_text(encoding="utf-8"),
         script=assets.joinpath("page.js").read_text(encoding="utf-8"),
-        # Inside a script element only this could end it early.
+        # Only this could end a script element early.
         data=json.dumps(page_data(groups), allow_nan=False).replace("<", "\\u003c"),
     )
 
@@ -115,7 +115,7 @@ def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[R
 def write_page(
     path: Path, runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[Run], str] | None = None
 ) -> None:
-    """The page as a file."""
+    """Write the page to a file."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page(runs, broken, repeat))
@@ -145,7 +145,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
-    """What is not there, run by run, and why."""
+    """What is missing from each run, and why."""
     lines = [f"{b.path}: {b.reason}" for b in broken]
     for run in runs:
         if not run.finished:
@@ -158,7 +158,7 @@ def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """A row a run, and under several seeds of a label their mean and standard error."""
+    """One row per run and, below a label's seeds, their mean and standard error."""
     lines, more = [], more_of([run for group in groups for run in group.runs])
     for number, group in enumerate(groups):
         swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
@@ -218,7 +218,7 @@ def _units(groups: Sequence[Group]) -> str:
 
 
 def _settings(runs: Sequence[Run]) -> str:
-    """Every setting of every run, those that differ in bold."""
+    """Every setting of every run, with those that differ in bold."""
     keys = dict.fromkeys(
         (section, key) for section in (*SECTIONS, "made") for run in runs for key in run.config.get(section, {})
     )

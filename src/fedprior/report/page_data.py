@@ -11,12 +11,12 @@ from fedprior.report.records import Group, Run
 from fedprior.report.run_tables import SCORES
 
 POINTS = 800
-"""A line has about so many points; longer runs are shown by the means of consecutive rounds."""
+"""About how many points a line has; longer runs are shown by the means of consecutive rounds."""
 CLIENTS = 1000
-"""A partition's picture has about so many clients; of more, every second, third, … is drawn."""
+"""About how many clients a partition's picture shows; if there are more, it shows every second, third, …"""
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
 UNITS = ("units", "closed_by_votes", "closed_by_step")
-"""Of each layer the units that are kept, and those that closed until then, by cause."""
+"""For each layer, the units kept and, by cause, those that have closed so far."""
 PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
 
 
@@ -27,14 +27,14 @@ def span(values: Iterable[int]) -> str:
 
 
 def page_data(groups: Sequence[Group]) -> dict[str, Any]:
-    """Everything: runs in the order of their groups, which decides colours, and partitions."""
+    """All data of the page: partitions, and runs in the order of their groups, which decides colours."""
     several = len({group.task for group in groups}) > 1
     found = []
     for group in groups:
         name = f"{group.task} {group.label}" if several and not group.label.startswith(group.task) else group.label
         seeds = [run.seed for run in group.runs]
         for run in group.runs:
-            # A seed tells runs of a label apart; where it does not, the folder does.
+            # The seed tells runs of one label apart; where it does not, the folder does.
             which = "" if len(seeds) == 1 else f" ({run.seed})" if seeds.count(run.seed) == 1 else f" ({run.path})"
             found.append(_run_data(run, name, name + which))
     return {"runs": found, "partitions": _partitions([run for group in groups for run in group.runs])}
@@ -70,7 +70,7 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
 
 
 def _by_layer(run: Run, evaluated: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float | None]]:
-    """What the evaluations say of each layer under a prefix."""
+    """What the evaluations say about each layer under a prefix."""
     keys = sorted({key for record in evaluated for key in record if key.startswith(prefix)}, key=_natural(run))
     return {key.removeprefix(prefix): [_number(record.get(key)) for record in evaluated] for key in keys}
 
@@ -82,7 +82,7 @@ def _natural(run: Run) -> Callable[[str], int]:
 
 
 def _thinned(rounds: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Each column, by the means of so many consecutive rounds that the points stay few."""
+    """Each column, averaged over consecutive rounds so that the points stay few."""
     width = max(1, -(-len(rounds) // POINTS))
     starts = range(0, len(rounds), width)
     thin: dict[str, list[Any]] = {"round": [rounds[min(start + width, len(rounds)) - 1] for start in starts]}
@@ -93,7 +93,7 @@ def _thinned(rounds: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> dic
 
 
 def _partitions(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every different partition once."""
+    """Each distinct partition once."""
     found: dict[str, tuple[Partition, list[Run]]] = {}
     for run in runs:
         if run.partition is not None and run.partition.classes > 0:
@@ -118,5 +118,5 @@ def _partitions(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """JSON has no NaN."""
+    """The value if it is a finite number, else none: JSON has no NaN."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Accuracy against bytes, a point a label: which are on the front, as a table and as a figure."""
+"""Accuracy against bytes, one point per label: which points are on the front, as a table and as a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Point:
 
     label: str
     family: str
-    """What a figure gives one colour: an algorithm and, where it was asked for a size, its messages' precision."""
+    """What shares one colour in a figure: an algorithm and, where it was asked for a size, its messages' precision."""
     gib: Estimate
     global_accuracy: Estimate
     local_accuracy: Estimate
@@ -44,7 +44,7 @@ class Reference:
 
 
 def points_of(groups: Sequence[Group]) -> list[Point]:
-    """One point a group, the front marked."""
+    """One point per group, with the front marked."""
     points = [
         Point(
             group.label,
@@ -73,7 +73,7 @@ def _family(group: Group) -> str:
 
 
 def _beats(one: Point, other: Point) -> bool:
-    """At least as good in both, and better in one."""
+    """Whether one point is at least as good in both, and better in one."""
     fewer, more = one.gib.mean <= other.gib.mean, one.global_accuracy.mean >= other.global_accuracy.mean
     same = (one.gib.mean, one.global_accuracy.mean) == (other.gib.mean, other.global_accuracy.mean)
     return fewer and more and not same
@@ -89,7 +89,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def table_of_points(title: str, points: Sequence[Point]) -> Table:
-    """The points by their bytes, those on the front in bold."""
+    """The points ordered by bytes, with those on the front in bold."""
     ordered = _by_bytes(points)
     strong = [number for number, point in enumerate(ordered) if point.best]
     return Table(HEADER, [_cells(point) for point in ordered], title, MEANS, strong=strong)
@@ -100,7 +100,7 @@ def _by_bytes(points: Sequence[Point]) -> list[Point]:
 
 
 def draw(points: Sequence[Point], references: Sequence[Reference] = ()) -> "Figure":
-    """Global accuracy above local accuracy, against total GiB on a logarithmic axis, the front as a line."""
+    """Global accuracy above local accuracy, against total GiB on a logarithmic axis, with the front as a line."""
     with figure_style():
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -129,7 +129,7 @@ def draw(points: Sequence[Point], references: Sequence[Reference] = ()) -> "Figu
 
 
 def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
-    """The points with their standard errors, a colour a family."""
+    """Draw the points with their standard errors, one colour per family."""
     for number, family in enumerate(dict.fromkeys(point.family for point in points)):
         chosen = [point for point in _by_bytes(points) if point.family == family]
         values = [getattr(point, f"{kind}_accuracy") for point in chosen]
@@ -145,7 +145,7 @@ def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
 
 
 def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
-    """Published points as crosses, each with its name beside it."""
+    """Draw published points as crosses, each with its name beside it."""
     known = [(one, getattr(one, f"{kind}_accuracy")) for one in references]
     known = [(one, value) for one, value in known if value is not None]
     if not known:

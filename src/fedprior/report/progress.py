@@ -18,14 +18,14 @@ class RunProgress:
     def __init__(self, console: Console, label: str, rounds: int) -> None:
         self.bytes: dict[int, int] = {}
         self.also: Callable[[dict[str, Any]], None] | None = None
-        """Who else is told of every round."""
+        """Who else hears of every round."""
         self.opening = ""
-        """What is said first, once a round shows that nothing was wrong with the settings."""
+        """What to print first, once a round shows that the settings were right."""
         self.scores = ""
         self.console, self.label, self.rounds = console, label, rounds
         self.said = time.monotonic()
         self.progress = Progress(
-            TextColumn("{task.description}", markup=False),  # a label may hold brackets
+            TextColumn("{task.description}", markup=False),  # a label may contain brackets
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -1,6 +1,6 @@
 """The one reader of a run's folder: config.toml, rounds.jsonl, summary.json, partition.json, times.jsonl.
 
-What cannot be read is a `ValueError` (or the system's `OSError`) whose text names the file and says what is wrong.
+What cannot be read raises a `ValueError` (or the system's `OSError`) whose text names the file and says what is wrong.
 """
 
 import json
@@ -17,15 +17,15 @@ from fedprior.core.late import is_number
 FILES = ("config.toml", "rounds.jsonl", "summary.json")
 """A folder that has any of these holds a run."""
 SECTIONS = ("run", "task", "algorithm")
-"""The tables of config.toml in which settings are."""
+"""The tables of config.toml that hold settings."""
 RECORDED = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
-"""What summaries have; an accuracy only where targets are classes. Null is a number that does not exist, such as one
-without test examples."""
+"""What summaries have; accuracies only where targets are classes. Null is a number that does not exist, for example
+because there are no test examples."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Who has how many examples of what: class counts, [clients, classes]; without labels one column of examples."""
+    """How many examples of each class each client has: [clients, classes]; without labels, one column of examples."""
 
     fingerprint: str
     classes: int
@@ -46,20 +46,20 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(config.get(section), dict):
             raise ValueError(f"config.toml has no table [{section}]")
     run = config["run"]
-    if run.get("wire") in ("auto", "encode", "count"):  # `messages`, before `wire` was a precision
+    if run.get("wire") in ("auto", "encode", "count"):  # now `messages`; `wire` became a precision
         run |= {"messages": run["wire"], "wire": "float32"}
     return config
 
 
 def check_about(run: Mapping[str, Any]) -> None:
-    """Refuse a config that does not say what its run is of; whoever goes on with a run checks all its settings."""
+    """Refuse a config that does not identify its run; whoever resumes a run checks all its settings."""
     for key, kind in {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}.items():
         if not isinstance(run.get(key), kind):
             raise ValueError(f"config.toml has no {key} of a run")
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """All complete lines of rounds.jsonl; one that a crash cut short has no end and is not there yet."""
+    """All complete lines of rounds.jsonl; a line that a crash cut short has no end and does not count."""
     path, records = folder / "rounds.jsonl", []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
         try:
@@ -77,7 +77,7 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What summary.json says; none of a run that is not finished."""
+    """What summary.json says; none for an unfinished run."""
     path = folder / "summary.json"
     if not path.is_file():
         return None
@@ -102,7 +102,7 @@ def _is_entry(summary: Mapping[str, Any], key: str) -> bool:
 
 
 def read_partition(folder: Path) -> Partition | None:
-    """What partition.json says, where there is one."""
+    """What partition.json says, if there is one."""
     path = folder / "partition.json"
     if not path.is_file():
         return None
@@ -117,13 +117,13 @@ def read_partition(folder: Path) -> Partition | None:
 
 
 def read_trouble(folder: Path) -> str:
-    """Why there will be no more rounds, where a run diverged."""
+    """Why there will be no more rounds, if the run diverged."""
     path = folder / "diverged.txt"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def round_seconds(folder: Path) -> dict[int, float]:
-    """Seconds by round, from times.jsonl; a round that was run again counts as it was last run.
+    """Seconds by round, from times.jsonl; for a round that was run again, those of its last run.
 
     Nothing depends on these numbers, so a damaged line is left out.
     """

@@ -1,6 +1,6 @@
-"""Runs as they lie on disk, one by one and by label, over their seeds. Knows what was recorded, never algorithms.
+"""Runs as they lie on disk, one by one and by label, over their seeds. This module knows records, not algorithms.
 
-A folder that cannot be read becomes a `Broken` with a reason of one line, so that one bad run never hides the others.
+A folder that cannot be read becomes a `Broken` with a one-line reason, so that one bad run never hides the others.
 
 >>> found = find_runs("runs/cifar10")                    # doctest: +SKIP
 >>> for group in group_runs(found.runs):                 # doctest: +SKIP
@@ -35,7 +35,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder that is not a run that can be read, and why."""
+    """A folder that cannot be read as a run, and why."""
 
     path: Path
     reason: str
@@ -52,7 +52,7 @@ class Run:
     partition: Partition | None = None
     trouble: str = ""
     name: str = ""
-    """A longer label, where the recorded one does not tell it from others: `names.told_apart`."""
+    """A longer label, where the recorded one does not tell this run from others: `names.told_apart`."""
 
     @property
     def task(self) -> str:
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def planned(self) -> int:
-        """How many rounds it is to have."""
+        """How many rounds the run is to have."""
         return int(self.config["run"]["rounds"])
 
     @property
@@ -86,11 +86,11 @@ class Run:
 
     @cached_property
     def gib(self) -> np.ndarray:
-        """GiB sent in both directions up to and with each round, whoever sent them."""
+        """GiB sent in both directions up to and including each round, whoever sent them."""
         return np.cumsum([r["bytes_up"] + r["bytes_down"] for r in self.rounds]) / GIB
 
     def series(self, name: str) -> dict[int, float]:
-        """A field by round, where it was recorded and is a number: {5: 0.61, 10: 0.64, …}. `gib` is every round's."""
+        """A field by round, where it was recorded and is a number: {5: 0.61, 10: 0.64, …}. `gib` has every round."""
         if name == "gib":
             return {int(r["round"]): float(total) for r, total in zip(self.rounds, self.gib, strict=True)}
         return {int(r["round"]): float(r[name]) for r in self.rounds if is_number(r.get(name))}
@@ -106,7 +106,7 @@ class Run:
         return values[max(values)] if values else math.nan
 
     def late(self, name: str) -> float:
-        """The mean of a field over the evaluations in the last 5% of the rounds that there are; NaN without any."""
+        """The mean of a field over the evaluations in the last 5% of the rounds so far; NaN if there are none."""
         return late(self.rounds, name)
 
 
@@ -165,13 +165,13 @@ class Group:
 
     @cached_property
     def mixed(self) -> list[str]:
-        """Settings in which these runs differ beside their seeds: a mean over them would mean little."""
+        """Settings other than the seed in which these runs differ: a mean over them would mean little."""
         seen: dict[tuple[str, str], set[str]] = {}
         for run in self.runs:
             for section in SECTIONS:
                 for key, value in run.config[section].items():
                     seen.setdefault((section, key), set()).add(repr(value))
-            # Said only where it is not the run's.
+            # Given only where it is not the run's.
             seen.setdefault(("task", "seed"), set()).add(repr(run.config["task"].get("seed")))
         differ = {place for place, values in seen.items() if len(values) > 1} - {("run", "seed")}
         return sorted({key for _, key in differ} - MACHINE)
@@ -190,7 +190,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def find_runs(root: Path | str) -> Found:
-    """Every run under a folder, by path; a folder with any of a run's files counts as one."""
+    """Every run under a folder, by path; a folder with any of a run's files counts as a run."""
     root = Path(root)
     try:
         folders = sorted({path.parent for name in FILES for path in root.rglob(name)})
@@ -220,5 +220,5 @@ def read_run(path: Path | str) -> Run | Broken:
         return Run(path, config, rounds, summary, read_partition(path), trouble)
     except OSError as error:
         return Broken(path, f"cannot be read: {error.strerror}")
-    except ValueError as error:  # JSON, TOML and UTF-8 errors are all of this kind
+    except ValueError as error:  # JSON, TOML and UTF-8 errors are all ValueErrors
         return Broken(path, " ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""Tables of runs, finished or not: accuracies, megabytes, sparsity; and of their numbers, for a program."""
+"""Tables of runs, finished or not: accuracies, megabytes and sparsity; and, for programs, their plain numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from fedprior.report.table import Table
 
 COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "parameters", "seconds")
 SCORES = ("global_", "local_")
-"""How the names of what was measured on test examples begin."""
+"""Prefixes of the names of what was measured on test examples."""
 ACCURACIES = ("global_accuracy", "local_accuracy")
 LATE = tuple(f"{name}_late" for name in ACCURACIES)
 NUMBERS = (*ACCURACIES, *LATE, "bytes_up", "bytes_down", "sparsity")
@@ -25,7 +25,7 @@ SIZES = ("parameters", "effective_parameters", "seconds")
 
 
 def table_of_summaries(summaries: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a run, with its seed where they have several."""
+    """One row per run, with its seed if there are several."""
     more, seeds = _more_scores(summaries), sorted({s["seed"] for s in summaries if "seed" in s})
     title = "no run was finished"
     if summaries:
@@ -48,12 +48,12 @@ def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def score(value: Any) -> str:
-    """A measured number in four digits."""
+    """A measured number with four digits."""
     return f"{value:.4g}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
 def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What else is shown of these runs: metrics of a user's own, and the loss where a run has no accuracy."""
+    """What else to show of these runs: the user's own metrics, and the loss where a run has no accuracy."""
     accurate = all(s.get("global_accuracy") is not None for s in summaries)
     usual = {"accuracy", "loss"} if accurate else {"accuracy"}
     found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
@@ -62,14 +62,14 @@ def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _header(more: Sequence[str]) -> list[str]:
-    """`global_mae` is headed "global mae"."""
+    """The table's header; the column of `global_mae` is "global mae"."""
     return [*COLUMNS, *(name.replace("_", " ", 1) for name in more)]
 
 
 def _cells(s: Mapping[str, Any], more: Sequence[str]) -> list[str]:
     return [
         str(s["label"]),
-        *(_percent(s.get(f"{name}_late", s.get(name))) for name in ACCURACIES),  # a summary may be older than `late`
+        *(_percent(s.get(f"{name}_late", s.get(name))) for name in ACCURACIES),  # older summaries have no `late`
         f"{s['bytes_up'] / 1e6:,.1f}",
         f"{s['bytes_down'] / 1e6:,.1f}",
         _percent(s["sparsity"]),
@@ -87,13 +87,13 @@ def _percent(fraction: float | None) -> str:
 
 
 def table_of_runs(runs: Sequence[Run]) -> Table:
-    """One row a run, with its seed and rounds, for a document or a paper."""
+    """One row per run, with its seed and rounds, for a document or a paper."""
     more = more_of(runs)
     return Table(header(more), [cells(run, more) for run in runs], caption=MEANS)
 
 
 def numbers_of_runs(runs: Sequence[Run]) -> Table:
-    """Numbers as they were recorded."""
+    """The numbers as recorded."""
     summaries = [summary_of(run) for run in runs]
     found = dict.fromkeys(name for summary in summaries for name in summary if name.startswith(SCORES))
     names = (*NUMBERS, *SIZES, *(name for name in found if name not in NUMBERS))
@@ -107,7 +107,7 @@ def numbers_of_runs(runs: Sequence[Run]) -> Table:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """The run's summary; of an unfinished run, what its records say so far."""
+    """The run's summary; for an unfinished run, what its records say so far."""
     seconds = round_seconds(run.path)
     scores = dict.fromkeys(key for record in run.rounds for key in record if key.startswith(SCORES))
     found = {
@@ -123,12 +123,12 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def more_of(runs: Sequence[Run]) -> list[str]:
-    """What is shown of these runs beside the usual."""
+    """What to show of these runs besides the usual columns."""
     return _more_scores([summary_of(run) for run in runs if run.rounds])
 
 
 def header(more: Sequence[str]) -> list[str]:
-    """The table's, with the seed and the rounds."""
+    """The table's header, with the seed and the rounds."""
     first, *rest = _header(more)
     return [first, "seed", "rounds", *rest]
 

@@ -20,14 +20,14 @@ LATEX |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header: `words` columns of text, then numbers. Cells are text, but in a CSV anything."""
+    """Rows of cells under a header: `words` columns of text, then numbers. Cells are text, or anything for a CSV."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
     title: str = ""
     caption: str = ""
     notes: Sequence[str] = ()
-    """What stands below, in a document only."""
+    """A note below the table, in documents only."""
     words: int = 1
     strong: Collection[int] = ()
     """The rows that a terminal shows in bold."""
@@ -35,7 +35,7 @@ class Table:
     """The columns that a terminal shows dimmed."""
 
     def markdown(self) -> str:
-        """For a document."""
+        """Markdown, for a document."""
         rule = ["---"] * self.words + ["---:"] * (len(self.header) - self.words)
         cells = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
         lines = "\n".join(f"| {' | '.join(line)} |" for line in (self.header, rule, *cells))
@@ -43,7 +43,7 @@ class Table:
         return "\n\n".join(part for part in (self.title, lines, self.caption, notes) if part) + "\n"
 
     def latex(self) -> str:
-        """For a paper; needs the package booktabs."""
+        """LaTeX, for a paper; needs the package booktabs."""
         form = "l" * self.words + "r" * (len(self.header) - self.words)
         header, *rows = (" & ".join(map(_latex_cell, row)) + r" \\" for row in (self.header, *self.rows))
         body = [r"\toprule", header, r"\midrule", *rows, r"\bottomrule"]
@@ -51,7 +51,7 @@ class Table:
         return "\n".join([comment, rf"\begin{{tabular}}{{{form}}}", *body, r"\end{tabular}", ""])
 
     def csv(self) -> str:
-        """For a program: numbers as they are, nothing where there is none."""
+        """CSV, for a program: unformatted numbers, and an empty cell where there is none."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.header)
@@ -59,7 +59,7 @@ class Table:
         return text.getvalue()
 
     def terminal(self, *, whole: bool = False, **looks: Any) -> RichTable:
-        """For a terminal; `whole` words are not broken into lines, and `looks` are rich's."""
+        """A table for a terminal. `whole` keeps words from breaking across lines; `looks` go to rich."""
         left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left", "box": box.SIMPLE_HEAD}
         made = RichTable(title=self.title or None, caption=self.caption or None, **{**left, **looks})
         for number, name in enumerate(self.header):
@@ -71,7 +71,7 @@ class Table:
         return made
 
     def text(self) -> str:
-        """For an interpreter: columns of plain letters."""
+        """Plain text in columns, for an interpreter."""
         lines = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
@@ -79,7 +79,7 @@ class Table:
         )
 
     def html(self) -> str:
-        """For a notebook."""
+        """HTML, for a notebook."""
         header = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
         rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows)
         lines = "".join(f"<tr>{line}</tr>" for line in (header, *rows))
@@ -87,7 +87,7 @@ class Table:
 
 
 def write_tables(folder: Path, shown: Table, numbers: Table) -> list[Path]:
-    """table.md and table.tex, and the numbers as table.csv."""
+    """Write table.md and table.tex, and the numbers as table.csv."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": shown.markdown(), "table.tex": shown.latex(), "table.csv": numbers.csv()}
@@ -97,7 +97,7 @@ def write_tables(folder: Path, shown: Table, numbers: Table) -> list[Path]:
 
 
 def _latex_cell(text: str) -> str:
-    """Escaped; of a mean and its error, the error small and below."""
+    """A cell, escaped; the error of a mean is small and below it."""
     if both := re.fullmatch(r"([\d.]+) ± ([\d.]+)", text):
         return rf"${both[1]}_{{\pm {both[2]}}}$"
     return "".join(LATEX.get(letter, letter) for letter in text)

@@ -1,4 +1,4 @@
-"""A live terminal view of runs in other processes, from the records that they leave on disk."""
+"""A live terminal view of runs in other processes, from the records they leave on disk."""
 
 import time
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def look(path: Path) -> list[Run | Broken]:
 
 
 def view(path: Path, runs: Sequence[Run | Broken]) -> RenderableType:
-    """One row a run, and under it how its accuracy went."""
+    """One row per run, and below it the course of its accuracy."""
     if not runs:
         return Text(f"waiting for a run in {path}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)

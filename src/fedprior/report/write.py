@@ -1,4 +1,4 @@
-"""From folders to a report: gather the runs, write the page, and if asked figures and tables."""
+"""From folders to a report: gather the runs, write the page and, if asked, figures and tables."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ def write_report(
 
 
 def figures_of(runs: Sequence[Run]) -> figures.Asked:
-    """What there are records for, in the style of the paper."""
+    """The figures that the records allow, in the style of the paper."""
     groups = group_runs(runs)
     evaluated = [group for group in groups if len(group.curve("global_accuracy").x)]
     return {

@@ -1,4 +1,4 @@
-"""Tasks: a network, clients with data, and how long to train. Named ones, and a user's own."""
+"""Tasks: a network, clients with data, and how long to train. There are named tasks, and users can make their own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ __all__ = ["TASKS", "Task", "full", "is_file", "own_task", "recorded_task", "sho
 
 
 def task_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a named task, or of a function in a file, those not given at their defaults."""
+    """All options of a named task, or of a function in a file; those not given have their defaults."""
     if is_file(name):
         return file_options(name, given)
     if name not in TASKS:
@@ -28,7 +28,7 @@ def task(name: str, seed: int = 0, **options: Any) -> Task:
 
 
 def recorded_task(name: str, seed: int, options: Mapping[str, Any]) -> Task:
-    """The same as a run recorded it, which may be older than a refusal of options without effect."""
+    """The task as a run recorded it. The run may be older than the refusal of options without effect."""
     if is_file(name):
         made, given = file_task(name, seed, options)
         return replace(made, name=full(name), options=given, seed=seed)

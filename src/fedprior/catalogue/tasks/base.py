@@ -1,4 +1,4 @@
-"""A task: a network, clients with data, and how long to train. And a user's own."""
+"""A task: a network, clients with data, and how long to train. `own_task` makes one from a user's own."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ class Task:
     scale: Scale | None = None
     """How images became inputs, for a task on images: an exported network's inputs need the same."""
     seed: int | None = None
-    """That of a named task's partition and first weights; also of a run, unless it says otherwise."""
+    """The seed of a named task's partition and initial weights; also of a run, unless it says otherwise."""
 
     def __repr__(self) -> str:
-        """A line, not all examples."""
+        """One line, not all examples."""
         return f"Task({self.name!r}, {self.network!r}, {self.data!r})"
 
 
@@ -50,15 +50,15 @@ def own_task(
     min_examples: int = 2,
     **defaults: Any,
 ) -> Task:
-    """A task from your own module and one `(x, y)` or `(x, y, test_x, test_y)` a client.
+    """A task from your own module and one `(x, y)` or `(x, y, test_x, test_y)` per client.
 
-    `metrics` are functions of outputs and targets that give one number an example, or a mean over examples; they are
+    `metrics` are functions of outputs and targets that give one number per example, or a mean over examples. They are
     recorded as `global_NAME` and `local_NAME`. `defaults` are settings of a run: rounds, batch_size, epochs,
     clients_per_round, …
     """
     check_trainable(model)
     functions = check_metrics(metrics)
-    run_settings(defaults)  # refused here rather than when it is run
+    run_settings(defaults)  # refused here rather than at the run
     # Only with the default loss must whole numbers be labels.
     labels = classes if classes is not None or loss is cross_entropy else 0
     data = FederatedData.from_clients(clients, classes=labels, min_examples=min_examples)
@@ -72,7 +72,7 @@ def own_task(
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Metrics of a user's own, by names that a record can have."""
+    """The user's own metrics, by names that a record can have."""
     if not isinstance(metrics, Mapping | None):
         raise SettingError("metrics are functions by name, as metrics={'mae': lambda outputs, targets: …}")
     for name, metric in (metrics or {}).items():
@@ -101,7 +101,7 @@ def _try(network: Network, data: FederatedData) -> None:
 
 
 def _try_loss(network: Network, data: FederatedData, count: int) -> torch.Size:
-    """The loss of so many examples; of each, the shape."""
+    """Try the loss on this many examples; returns the shape of one example's loss."""
     x, y = (part[:1].repeat_interleave(count, 0) for part in (data.x, data.y))
     what = f"inputs of shape {tuple(x.shape[1:])} and {x.dtype} with targets of shape {tuple(y.shape[1:])}"
     try:
@@ -148,12 +148,12 @@ def _try_metric(name: str, metric: Metric, outputs: Tensor, y: Tensor) -> None:
 
 
 def _line(error: Exception) -> str:
-    """The first line of what torch says, which may go on for twenty."""
+    """The first line of what torch says, which may be twenty lines long."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _with_outputs(network: Network, data: FederatedData, classes: int | None) -> FederatedData:
-    """With as many classes as the model has outputs; with the default loss no label may lie beyond."""
+    """The data with as many classes as the model has outputs; with the default loss no label may exceed them."""
     found = with_classes(network, data)
     if network.loss is not cross_entropy:
         return found

@@ -1,7 +1,7 @@
 """Tasks from a user's file: `path/to/file.py:make_task`, a function whose keyword parameters are the task's options.
 
-The function returns a `Task`, as `own_task` makes one. A parameter called `seed` is given the run's. A run records the
-file's full path and checksum, and is resumed only where the file is as it was: what it makes could be another task.
+The function returns a `Task`, as `own_task` makes one. A parameter called `seed` gets the run's. A run records the
+file's full path and checksum. It is resumed only if the file has not changed: a changed file could make another task.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from fedprior.core.errors import FedpriorError, RunError, SettingError, describe
 from fedprior.core.options import Option, convert, nearest
 
 CHECKSUM = "source_sha256"
-"""Under this name the file's checksum stands among a run's options of its task."""
+"""The name of the file's checksum among the task's options in a run."""
 
 
 def is_file(name: str) -> bool:
-    """Whether a task's name is that of a function in a file."""
+    """Whether a task's name names a function in a file."""
     return name.endswith(".py") or ".py:" in name
 
 
 def short(name: str) -> str:
-    """A task's name for a folder: of a function in a file, the function's."""
+    """A task's name for a folder; for a function in a file, the function's name."""
     return name.rsplit(":", 1)[-1] if is_file(name) else name
 
 
@@ -39,7 +39,7 @@ def full(name: str) -> str:
 
 
 def file_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of the function, those not given at their defaults or None, and the file's checksum."""
+    """All options of the function, and the file's checksum; options not given have their defaults, or None."""
     path, _ = _parts(name)
     known, now = _options(_function(name)), _checksum(path)
     if given.get(CHECKSUM, now) != now:
@@ -104,12 +104,12 @@ def _function(name: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=8)
 def _module(path: Path, checksum: str) -> Any:
-    """The file as a module, run once for as long as it does not change; it may import its neighbours."""
+    """The file as a module. It runs once, unless it changes, and may import its neighbours."""
     spec = importlib.util.spec_from_file_location(f"fedprior_task_{path.stem}_{checksum}", path)
     assert spec is not None
     assert spec.loader is not None
     module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     _guarded(path, lambda: loader.exec_module(module))
@@ -117,7 +117,7 @@ def _module(path: Path, checksum: str) -> Any:
 
 
 def _guarded(path: Path, call: Callable[[], Any]) -> Any:
-    """What a user's code raises becomes one line that says where; what is ours stays as it is."""
+    """Turn what a user's code raises into one line that says where; our own errors stay as they are."""
     try:
         return call()
     except FedpriorError:
@@ -132,9 +132,9 @@ def _guarded(path: Path, call: Callable[[], Any]) -> Any:
 
 
 def _options(function: Callable[..., Any]) -> dict[str, Option]:
-    """The function's parameters but its seed; without an annotation, of their default's type.
+    """The function's parameters except its seed; those without an annotation have their default's type.
 
-    A default that no config could hold makes a parameter that is no option.
+    A parameter whose default no config could hold is not an option.
     """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()

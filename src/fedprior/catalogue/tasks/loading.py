@@ -1,4 +1,4 @@
-"""Images for the named tasks: the splits of a set, scaled, and a part held out where one is asked for."""
+"""Images for the named tasks: the splits of a data set, scaled, and a held-out part if asked for."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ HELD_OUT = 0.1
 def load(
     repository: str, data_dir: str, validation: bool, pixels: str = "standard"
 ) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
-    """Training and test images and, where there are any, their coarse labels. Kept, so that runs share one copy."""
+    """Training and test images and, where there are any, their coarse labels. Cached, so that runs share one copy."""
     arrays = hub.load(hub.SOURCES[repository], data_dir)
     images, (kept, rows) = split(arrays, validation, pixels)
     coarse = [arrays.get(f"{part}_coarse", arrays[f"{part}_label"]) for part in ("train", tested(validation))]
@@ -39,7 +39,7 @@ def hold_out(arrays: hub.Arrays) -> hub.Arrays:
 def split(
     arrays: hub.Arrays, validation: bool, pixels: str = "standard"
 ) -> tuple[Images, tuple[np.ndarray, np.ndarray]]:
-    """Training and test images, and which rows they are; for validation both come from the training set."""
+    """Training and test images, and their rows; for validation both come from the training set."""
     count = len(arrays["train_label"])
     order = np.random.RandomState(0).permutation(count) if validation else np.arange(count)
     held = round(HELD_OUT * count) if validation else 0

@@ -1,9 +1,9 @@
 """The named tasks, with the paper's settings as defaults.
 
-Every factory takes the seed of the run first, for the partition and the initial weights; its keyword parameters are the
-task's options. With `validation` a part of the training set takes the place of the test set: tune with it. With
-`partition_seed` runs of all seeds have one partition: they differ by their weights, cohorts and batches alone. How
-images are scaled is `pixels`: `data.images.PIXELS`.
+Every factory takes the seed of the run first, for the partition and the initial weights. Its keyword parameters are the
+task's options. With `validation`, a part of the training set takes the place of the test set: use it for tuning. With
+`partition_seed`, runs of all seeds share one partition and differ only in their weights, cohorts and batches. `pixels`
+says how images are scaled: `data.images.PIXELS`.
 """
 
 import re
@@ -265,7 +265,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A factory's options, which are all that it was called with but the seed."""
+    """A factory's options: everything it was called with except the seed."""
     check_pixels(given["pixels"])  # before anything is downloaded
     return {name: value for name, value in given.items() if name != "seed"}
 
