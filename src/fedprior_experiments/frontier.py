@@ -1,7 +1,7 @@
 """`fedprior frontier`: accuracy against bytes for sparsities × precisions of the wire, beside other algorithms.
 
-Every combination is FedNarrow asked for a sparsity with a precision of its messages; runs that differ only in their
-sparsity or seed train together on a GPU.
+Each combination is a FedNarrow run with one target sparsity and one precision of its messages. Runs that differ only
+in their sparsity or seed train together on a GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from fedprior.wire.precision import Wire
 from fedprior_experiments.reproduce import EXPERIMENTS
 
 OWN = ("partition_seed", "pixels")
-"""Options of a task that a frontier may have otherwise than the paper's experiment."""
+"""Task options in which a frontier may differ from the paper's experiment."""
 
 
 def plan(
@@ -34,9 +34,9 @@ def plan(
     out: Path,
     options: Mapping[str, Any],
 ) -> list[Spec]:
-    """One spec for each combination and seed, and one a baseline and seed in full precision.
+    """Return one spec per combination and seed, and one per baseline and seed in full precision.
 
-    `settings` are as with `--set`; those of an algorithm reach the ones that know them.
+    `settings` are as with `--set`; an algorithm's setting applies to the algorithms that know it.
     """
     _check(sparsities, wires, baselines, settings)
     for_run, for_task, for_algorithms = asked.sort_settings(settings, task, ["fednarrow", *baselines])
@@ -79,13 +79,13 @@ def _check(
 
 
 def train(specs: Sequence[Spec], watch: sweeps.Watch | None = None) -> list[tuple[Spec, sweeps.Outcome]]:
-    """Make the runs that are missing, and say what became of them; a run that diverges has no point."""
+    """Train the missing runs and return their outcomes. A run that diverges has no point in the figure."""
     left = sweeps.unfinished(specs)
     return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
 def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:
-    """The finished runs of the specs, then of the others those with labels of their own."""
+    """Return the finished runs of the specs, then those of the others whose labels are not among the specs."""
     found = [read_run(spec.out) for spec in specs]
     own = {spec.label for spec in specs}
     found += [run for run in others if run.label not in own]
@@ -93,7 +93,7 @@ def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:
 
 
 def beside(folder: Path, task: str) -> list[Run]:
-    """The runs of a task in a folder of them."""
+    """Return the runs of a task in a folder of runs."""
     of_task = [run for run in find_runs(folder).runs if run.task == task]
     if not of_task:
         raise SettingError(f"{folder} holds no run of {task}")
@@ -101,7 +101,7 @@ def beside(folder: Path, task: str) -> list[Run]:
 
 
 def comparable(runs_found: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs that are like the first in rounds and task, and one line for each of the others."""
+    """Return the runs with the same rounds and task as the first, and one line for each of the others."""
     first, alike, notes = runs_found[0], [], []
     for run in runs_found:
         here, there = ({**_task(one), "rounds": len(one.rounds)} for one in (first, run))
@@ -114,14 +114,14 @@ def comparable(runs_found: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def _task(run: Run) -> dict[str, Any]:
-    """The options that make a run's task; where its data lay and how its weights began is not among them."""
+    """Return the options that define a run's task, without the data's location and the initial weights."""
     usual = {key: plain(value) for key, value in task_options(run.task, {}).items()} if run.task in TASKS else {}
-    options = {**usual, **run.config["task"]}  # one that is younger than the run had its default
+    options = {**usual, **run.config["task"]}  # an option newer than the run had its default
     return {key: value for key, value in options.items() if key not in ("data_dir", "init")}
 
 
 def published(run: Run) -> list[Reference]:
-    """The paper's points of the experiment that a run is of, each once; none where its rounds or task are others."""
+    """Return the paper's points for a run's experiment, each once; none if its rounds or task differ."""
     found: dict[tuple[float | None, ...], Reference] = {}
     for experiment in EXPERIMENTS.values():
         usual = task_options(experiment.task, {}) if experiment.task == run.task else {}
@@ -129,7 +129,7 @@ def published(run: Run) -> list[Reference]:
         if experiment.task != run.task or experiment.rounds != len(run.rounds) or not same:
             continue
         for method in experiment.methods:
-            # Of "FedSparse, low" the level: a figure has little room.
+            # Keep only the level of "FedSparse, low": a figure has little room.
             row, name = method.paper, method.name.split(", ")[-1]
             if row.gib:
                 accuracies = [cell.mean if cell else None for cell in (row.global_accuracy, row.local_accuracy)]

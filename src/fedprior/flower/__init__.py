@@ -1,6 +1,6 @@
-"""The same algorithm on real machines: Flower carries the messages, our wire format is what they hold.
+"""The same algorithm on real machines: Flower carries messages in our wire format.
 
-This package is the only importer of flwr (`pip install 'fedprior[flower]'`). See docs/deployment.md.
+Only this package imports flwr (`pip install 'fedprior[flower]'`). See docs/deployment.md.
 """
 
 try:

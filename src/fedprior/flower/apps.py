@@ -31,13 +31,13 @@ from fedprior.runs.start import unused_folder
 log = logging.getLogger("flwr")
 
 MakeJob = Callable[[Mapping[str, Any]], Job]
-"""From the app's run config to the job."""
+"""Builds the job from the app's run config."""
 MakeData = Callable[[Job, Context], ClientData]
-"""From the job and the node's context to this client's examples."""
+"""Loads this client's examples, given the job and the node's context."""
 
 
 def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientApp:
-    """A ClientApp; without `make_data` a client takes its part of the named task's data."""
+    """Build a ClientApp. Without `make_data`, a client uses its part of the named task's data."""
     app = ClientApp()
 
     def node(context: Context) -> Node:
@@ -66,7 +66,7 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
 
 
 def client_number(context: Context) -> int:
-    """Which client a node is: `partition-id` of its node config, which Flower's simulation sets by itself."""
+    """Return which client a node is: `partition-id` of its node config. Flower's simulation sets it by itself."""
     number = context.node_config.get("partition-id")
     if not isinstance(number, int) or isinstance(number, bool):
         raise DataError("this node does not know which client it is: start it with --node-config 'partition-id=0'")
@@ -74,7 +74,7 @@ def client_number(context: Context) -> int:
 
 
 def _replying(message: Message, content: Callable[[], RecordDict]) -> Message:
-    """A reply in any case: a client that returns nothing leaves its SuperNode waiting."""
+    """Always return a reply: a client that returns nothing leaves its SuperNode waiting."""
     try:
         return Message(content(), reply_to=message)
     except Exception as error:
@@ -85,7 +85,7 @@ def _replying(message: Message, content: Callable[[], RecordDict]) -> Message:
 
 
 def server_app(make_job: MakeJob) -> ServerApp:
-    """A ServerApp that trains the job, keeps its run in a folder and can resume it."""
+    """Build a ServerApp that trains the job, keeps its run in a folder and can resume it."""
     app = ServerApp()
 
     @app.main()
@@ -93,19 +93,19 @@ def server_app(make_job: MakeJob) -> ServerApp:
         try:
             serve(make_job(context.run_config), grid, context.run_config)
         except FedpriorError as error:
-            # Flower logs the traceback of what leaves here. Ours would bury the line that says what to do.
+            # Flower logs the traceback of any exception raised here. It would bury the line that says what to do.
             raise error.with_traceback(None) from None
 
     return app
 
 
 def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
-    """Run the rounds that are left; `out` and `resume` of the config say where."""
+    """Run the remaining rounds in the folder that the config gives as `out` or `resume`."""
     limits = Limits.of(config)
     limits.needed(job.settings.clients_per_round)  # a mistake in them should leave no folder behind
     resume = str(config.get("resume", ""))
     folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
-    # As when a run is resumed twice, or while the server of a killed SuperLink has not ended yet.
+    # Another server may be at work: the run was resumed twice, or the server of a killed SuperLink has not ended yet.
     with alone_in([folder.path]):
         if not resume:
             folder.create({**job.config(), "flower": {"run": secrets.token_hex(8), "clients": job.clients}})
@@ -128,7 +128,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
 
 
 def _new_folder(job: Job, out: str) -> RunFolder:
-    """The folder of a new run."""
+    """Return the folder of a new run."""
     name = f"flower-{job.task}-{job.algorithm.name}-{job.settings.seed}"
     folder = RunFolder(Path(out) if out else unused_folder(Path("runs") / name))
     if folder.config.exists():
@@ -138,7 +138,7 @@ def _new_folder(job: Job, out: str) -> RunFolder:
 
 
 def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
-    """The server and the records where the run's folder says they are."""
+    """Restore the server and the records from the run's folder."""
     found, now = folder.read_config(), job.config()
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
@@ -146,6 +146,6 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     for key, was, value in differences(found, now, EXTENDS | MACHINE, whole=True):
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
     server = Server.new(job, run)
-    # Without a checkpoint it is new, or was stopped in its first round and starts again.
+    # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
     return server, folder.truncate(server.round, expected)

@@ -4,7 +4,7 @@
 
 | file | goes to |
 | --- | --- |
-| `ca.key` | nobody: keep it off line, it signs servers |
+| `ca.key` | nobody: keep it offline, it signs servers |
 | `ca.pem` | the server, every device, and whoever calls `flwr` |
 | `server.pem`, `server.key` | the server |
 | `node-0`, `node-1`, … | one device each: its private key |
@@ -28,7 +28,7 @@ DAYS = 365
 
 
 def make_certificates(folder: Path, addresses: list[str], nodes: int, days: int = DAYS) -> None:
-    """All files, in a folder that has none of them; private ones can be read by their owner alone."""
+    """Write all files to a folder that has none of them yet. Only their owner can read the private ones."""
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder} is not empty; keys are never overwritten")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,7 +43,7 @@ def make_certificates(folder: Path, addresses: list[str], nodes: int, days: int 
     key = ec.generate_private_key(ec.SECP384R1())
     server = (
         _builder(_name(addresses[0]), name, key.public_key(), days)
-        # Clients compare the address they call with these, not with the name above.
+        # Clients check the address they call against these, not against the name above.
         .add_extension(x509.SubjectAlternativeName([_address(address) for address in addresses]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
@@ -60,7 +60,7 @@ def make_certificates(folder: Path, addresses: list[str], nodes: int, days: int 
 
 
 def make_node_key(path: Path) -> None:
-    """A device's private key, and its public key in `path`.pub, as Flower wants them."""
+    """Write a device's private key, and its public key to `path`.pub, in the formats that Flower expects."""
     key = ec.generate_private_key(ec.SECP384R1())
     no_password = serialization.NoEncryption()
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, no_password)
@@ -79,7 +79,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # Devices' clocks are not always right to the minute.
+        # The clocks of devices are not always accurate to the minute.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
@@ -117,13 +117,13 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, data: bytes, private: bool = False) -> None:
-    # Created with its final permissions, so that a private key is never readable for a moment.
+    # Create the file with its final permissions, so that others cannot read a private key even for a moment.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "wb") as file:
         file.write(data)
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m fedprior.flower.certificates", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--address", action="append", required=True, help="the server's name or IP; repeatable")

@@ -1,6 +1,6 @@
 """`make deploy`: FedSparse on mnist-mini over TLS, on a server and three devices that are all this machine.
 
-One device is killed on the way. What is left is a run's folder like any other.
+One device is killed along the way. The result is a run folder like any other.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def deploy(
     round_seconds: float = 45.0,
     seconds: float = 600.0,
 ) -> dict[str, Any]:
-    """Train, with a power failure of the last device after a round; the run's summary.
+    """Train, simulate a power failure of the last device after a round, and return the run's summary.
 
-    The round in which the device dies waits `round_seconds` for it, in vain.
+    The round in which the device dies waits for it in vain, for `round_seconds`.
     """
     if not (APP / "pyproject.toml").is_file():
         raise RunError(f"there is no app in {APP}: run this in a copy of the repository")
@@ -53,7 +53,7 @@ def deploy(
         "start-seconds": seconds,
         "min-replies": nodes - 1,
     }
-    # Before anything starts: here a mistake is one line, there it is in a log.
+    # Check before anything starts: a mistake found here is one line; found later, it is buried in a log.
     RunFolder(out).check_unused()
     named_job(config)
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="fedprior-deploy-"))
@@ -82,7 +82,7 @@ def deploy(
 
 @contextlib.contextmanager
 def _cleared(folder: Path) -> Iterator[None]:
-    """After an error the logs are of use, but keys never are."""
+    """Clear the folder. After an error keep the logs, which are useful, but never the keys."""
     failed = False
     try:
         yield
@@ -102,7 +102,7 @@ def _cleared(folder: Path) -> Iterator[None]:
 def _rounds(
     federation: Loopback, folder: RunFolder, run: str, rounds: int, deadline: float
 ) -> Iterator[dict[str, Any]]:
-    """Records as they are written."""
+    """Yield the records as they are written."""
     done = 0
     while done < rounds:
         for record in folder.records()[done:]:
@@ -113,7 +113,7 @@ def _rounds(
 
 
 def _check(federation: Loopback, run: str, deadline: float) -> None:
-    """Nobody waits for a run that has ended."""
+    """Raise an error if a process or the run has ended or time is up, so that nobody waits in vain."""
     for name, process in federation.processes.items():
         if process.poll() is not None:
             raise RunError(f"{name} has ended; see {federation.folder / name}.log")
@@ -123,7 +123,7 @@ def _check(federation: Loopback, run: str, deadline: float) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m fedprior.flower.deploy", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="the run's folder; runs/deploy if not given")
     parser.add_argument("--rounds", type=int, default=4)

@@ -1,4 +1,4 @@
-"""What the server and every client agree on: network, algorithm and settings, from a Flower app's run config."""
+"""What the server and every client agree on: the network, algorithm and settings from a Flower app's run config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -23,18 +23,18 @@ from fedprior.runs.asked import assemble, made, sort_settings, tables
 
 @dataclass(frozen=True)
 class Job:
-    """One federated training, as both ends see it."""
+    """One federated training job, as both ends see it."""
 
     task: str
     network: Network
     algorithm: Algorithm
     settings: Settings
     clients: int
-    """How many there are, connected or not; their numbers run from 0."""
+    """The number of clients, connected or not; they are numbered from 0."""
     data: FederatedData | None = None
-    """A named task's data, of which each client takes its own part; None: clients bring theirs."""
+    """A named task's data, of which each client takes its own part; None if clients bring their own."""
     test: FederatedData | None = None
-    """What the server tests its model on, where it has something."""
+    """What the server tests its model on, if it has test examples."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """How a named task was built, for the run's config."""
 
@@ -48,12 +48,12 @@ class Job:
         return Schedule.of(self.settings)
 
     def check_client(self, client: int) -> None:
-        """Refuse a number that is none of a client."""
+        """Refuse a number that belongs to no client."""
         if not 0 <= client < self.clients:
             raise DataError(f"this node says it is client {client}, but the job's clients are 0 to {self.clients - 1}")
 
     def part(self, client: int) -> ClientData:
-        """A client's part of a named task's data, in the order in which the simulator has it."""
+        """Return a client's part of a named task's data, in the simulator's order."""
         self.check_client(client)
         if self.data is None:
             raise DataError("this job has no data of its own; the app must load each client's")
@@ -61,13 +61,13 @@ class Job:
         return self.data.x[train], self.data.y[train], self.data.test_x[test], self.data.test_y[test]
 
     def examples(self, clients: list[ClientData], network: Network) -> FederatedData:
-        """Examples from outside; only with the default loss must whole numbers be labels."""
+        """Build a dataset from outside examples. Whole-number targets must be labels only with the default loss."""
         if self.data is not None:
             return FederatedData.from_clients(clients, classes=self.data.classes, min_examples=1)
         return outside(clients, network)
 
     def config(self) -> dict[str, dict[str, Any]]:
-        """What a run's config.toml says of it."""
+        """Return what a run's config.toml says about the job."""
         chosen = {key: value for key, value in self.settings.recorded().items() if key not in SIMULATED}
         name, settings = self.algorithm.name, self.algorithm.recorded()
         return (
@@ -77,21 +77,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the server waits, and for how many."""
+    """How long the server waits, and for how many clients."""
 
     round_seconds: float = 600.0
-    """A client that has not answered after this is left out."""
+    """A client that has not answered by then is left out."""
     min_replies: int = 0
-    """Good replies without which there is no M-step; 0: half of the cohort."""
+    """How many good replies an M-step needs; 0 means half of the cohort."""
     attempts: int = 3
-    """How often more replies are asked for before the run stops."""
+    """How many times the server asks for replies before the run stops."""
     wait_for: int = 0
-    """Clients that must be there before the first round; 0: a cohort."""
+    """How many clients must be connected before the first round; 0 means a cohort."""
     start_seconds: float = 300.0
     """How long to wait for them, and later for `min_replies` of them."""
     poll_seconds: float = 1.0
     max_examples: int = 1_000_000
-    """The most examples that a client may say it has: with `weighting=examples` its upload counts so many times."""
+    """The most examples a client may claim: with `weighting=examples`, its upload counts that many times."""
 
     def __post_init__(self) -> None:
         for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples"):
@@ -102,21 +102,21 @@ class Limits:
                 raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
 
     def needed(self, cohort: int) -> int:
-        """How many good replies a round of so many clients needs."""
+        """Return how many good replies a round needs with a cohort of this size."""
         if self.min_replies > cohort:
             raise SettingError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
         return self.min_replies or -(-cohort // 2)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Limits":
-        """From a run config, whose keys are written with hyphens."""
+        """Read the limits from a run config, whose keys have hyphens."""
         known = {f.name: Option(f.name.replace("_", "-"), f.type, f.default) for f in fields(cls)}
         given = {name: config[option.name] for name, option in known.items() if option.name in config}
         return cls(**{name: convert(known[name], value) for name, value in given.items()})
 
 
 def named_job(config: Mapping[str, Any]) -> Job:
-    """A job from names: `task`, `algorithm` and `settings`, which are written `key=value; key=value`."""
+    """Build a job from the names `task` and `algorithm` and from `settings`, written `key=value; key=value`."""
     name, chosen = str(config.get("task", "")), str(config.get("algorithm", ""))
     given = parse_settings(config)
     for_run, for_task, for_algorithm = sort_settings(given, name, [chosen])
@@ -136,28 +136,28 @@ def own_job(
     name: str = "own",
     **defaults: Any,
 ) -> Job:
-    """A job from your own module and one example input; `test` is what the server tests on, if it has something.
+    """Build a job from your own module and one example input. `test` holds the server's test examples, if it has any.
 
-    `algorithm` and `settings` come from the run config; `defaults` are settings of the run that it may override.
+    `algorithm` and `settings` come from the run config; `defaults` are run settings that the config may override.
     """
     network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
     settings = run_settings({**defaults, **for_run}, clients)
     built = named_algorithm(chosen, network, **for_algorithm[chosen])
     check_useful(settings, built, network, clients, tested=True)
-    # Only the test part of it is ever looked at.
+    # Only its test part is ever used.
     tested = outside([(*test, *test)], network) if test is not None else None
     return Job(name, network, built, settings, clients, test=tested)
 
 
 def outside(clients: list[ClientData], network: Network) -> FederatedData:
-    """Examples that no task has looked at. Only with the default loss must whole numbers be labels."""
+    """Build a dataset from examples no task has checked. Whole numbers must be labels only with the default loss."""
     labels = None if network.loss is cross_entropy else 0
     return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
 
 
 def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """`lambda0=5e-6; server_optimiser=Adam(lr=0.01, eps=1e-8)` as a dictionary."""
+    """Read `lambda0=5e-6; server_optimiser=Adam(lr=0.01, eps=1e-8)` into a dictionary."""
     pairs = [pair.strip() for pair in str(config.get("settings", "")).split(";") if pair.strip()]
     for pair in pairs:
         if "=" not in pair:

@@ -1,6 +1,6 @@
 """A whole federation on one machine: a SuperLink with TLS and authenticated SuperNodes, each in its own processes.
 
-It is what the guide does by hand on several machines. Every process is ended by its own id, however the block is left.
+This does what the guide does by hand on several machines. However the block is left, it ends each process by its id.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from fedprior.flower.certificates import make_certificates
 HOST = "127.0.0.1"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 START_SECONDS = 300
-"""For a server that will never answer; one that has ended is noticed at once."""
+"""How long to wait for a server that never answers; a server that has ended is noticed at once."""
 
 
 class Loopback:
     """Use it as `with Loopback(folder, nodes=3) as federation:`.
 
-    With `simulation` there are no devices and no keys: Flower's simulation engine plays them in the server's process.
+    With `simulation` there are no devices and no keys: Flower's engine simulates the devices in the server's process.
     """
 
     def __init__(self, folder: Path, nodes: int = 3, threads: int = 1, simulation: bool = False) -> None:
@@ -43,7 +43,7 @@ class Loopback:
         self.certificates = self.folder / "certificates"
         self.port, *self.node_ports = _free_ports(nodes + 1)
         self.link_port = self.port
-        """Where nodes find the SuperLink; a counting proxy may stand between."""
+        """Where nodes find the SuperLink; a counting proxy may stand in between."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Loopback":
@@ -52,7 +52,7 @@ class Loopback:
             make_certificates(self.certificates, [HOST, "localhost"], self.nodes)
             self._configure()
             self.start_superlink()
-            # Before they start: a node that is not registered is refused.
+            # Register nodes before they start: the server refuses a node that is not registered.
             keys = [str(self.certificates / f"node-{number}.pub") for number in range(self.nodes)]
             keys = [] if self.simulation else keys
             with ThreadPoolExecutor() as pool:
@@ -68,7 +68,7 @@ class Loopback:
         self.stop()
 
     def _configure(self) -> None:
-        """A connection for the `flwr` command; Flower wants absolute paths in it."""
+        """Write a connection for the `flwr` command. Flower requires absolute paths in it."""
         home = self.folder / "home-cli"
         home.mkdir()
         trust = f"root-certificates = {json.dumps(str(self.certificates / 'ca.pem'))}\n"
@@ -99,7 +99,7 @@ class Loopback:
         raise RunError(f"the SuperLink did not start; see {self.folder / 'superlink.log'}")
 
     def start_node(self, number: int) -> None:
-        """Start a device, which is the client of that number."""
+        """Start a device that acts as the client with this number."""
         key = self.certificates / f"node-{number}"
         self._spawn(
             f"node-{number}",
@@ -114,12 +114,12 @@ class Loopback:
         )
 
     def kill(self, name: str) -> None:
-        """SIGKILL, with everything the process started: a power failure."""
+        """Simulate a power failure: send SIGKILL to the process and everything it started."""
         process = self.processes.pop(name)
         _end(process, _groups(process.pid), patience=0)
 
     def run(self, app: Path, config: Mapping[str, Any]) -> str:
-        """Submit the app; the id of its run."""
+        """Submit the app and return the id of its run."""
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
         size = ["--federation-config", f"num-supernodes={self.nodes}"] if self.simulation else []
         out = self.flwr("run", str(app), "loopback", "--run-config", pairs, *size, "--format", "json")
@@ -129,12 +129,12 @@ class Loopback:
         return str(answer["run-id"])
 
     def status(self, run: str) -> str:
-        """What Flower says of a run: `running`, `finished:completed`, `finished:failed`, …"""
+        """Return Flower's status of a run: `running`, `finished:completed`, `finished:failed`, …"""
         out = self.flwr("list", "loopback", "--run-id", run, "--format", "json")
         return str(json.loads(out[out.index("{") :])["runs"][0]["status"])
 
     def wait(self, run: str, deadline: float = math.inf) -> None:
-        """Until a run is complete; an error if it failed or is not by `deadline`, a time of `time.monotonic`."""
+        """Wait until a run is complete. Raise if it fails or is not complete by `deadline`, a `time.monotonic` time."""
         while not (status := self.status(run)).startswith("finished"):
             if time.monotonic() > deadline:
                 break
@@ -143,7 +143,7 @@ class Loopback:
             raise RunError(f"run {run} is {status}; see {self.folder / 'superlink.log'}")
 
     def flwr(self, *arguments: str) -> str:
-        """The `flwr` command, as its user would call it."""
+        """Call the `flwr` command as a user would."""
         done = subprocess.run(
             [_program("flwr"), *arguments], env=self._environment("cli"), capture_output=True, text=True, check=False
         )
@@ -152,7 +152,7 @@ class Loopback:
         return done.stdout
 
     def stop(self) -> None:
-        """End every process that is left: first nicely, then not, nodes before their server."""
+        """End every remaining process, first gently and then by force, nodes before their server."""
         with _patient():
             nodes = [name for name in self.processes if name != "superlink"]
             for names in (nodes, [name for name in self.processes if name not in nodes]):
@@ -164,7 +164,7 @@ class Loopback:
                     _end(self.processes.pop(name), groups[name])
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        """A process in a group of its own, so that it can be ended with its children, and Ctrl-C is ours alone."""
+        """Start a process in its own group, so that we can end it with its children and only we receive Ctrl-C."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [_program(command[0]), *command[1:]],
@@ -177,7 +177,7 @@ class Loopback:
             )
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Nobody is called at home, nothing is installed, and no proxy stands before this machine itself."""
+        """Return an environment without telemetry, without installation and without a proxy for this machine itself."""
         return {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -192,7 +192,7 @@ class Loopback:
 
 
 def _end(process: subprocess.Popen[bytes], groups: set[int], patience: float = 10) -> None:
-    """Wait for a process, or kill it; and what it had started, which is in these groups."""
+    """Wait for a process or kill it, and kill what it has started, which is in these groups."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
     for group in groups:
@@ -202,10 +202,10 @@ def _end(process: subprocess.Popen[bytes], groups: set[int], patience: float = 1
 
 
 def _groups(pid: int) -> set[int]:
-    """The groups of a process of ours and of all that it has started: a SuperLink's executor has one of its own."""
+    """Return the groups of our process and of all that it has started: a SuperLink's executor has its own group."""
     try:
         listed = subprocess.run(["ps", "-Ao", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):  # no ps here: Flower's processes miss their parent by themselves
+    except (OSError, subprocess.CalledProcessError):  # no ps: Flower's processes notice a lost parent
         return {pid}
     rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
     family, size = {pid}, 0
@@ -217,7 +217,7 @@ def _groups(pid: int) -> set[int]:
 
 @contextlib.contextmanager
 def _patient() -> Iterator[None]:
-    """A second Ctrl-C does not leave processes behind."""
+    """Ignore a second Ctrl-C, so that no processes are left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -230,9 +230,9 @@ def _patient() -> Iterator[None]:
 
 
 def end_on_signals() -> None:
-    """For a program that uses `Loopback`: leave its block also when the program is told to end.
+    """Make a program that uses `Loopback` leave its block also when it is told to end.
 
-    Its processes have sessions of their own and would outlive a closed terminal.
+    The processes have sessions of their own and would outlive a closed terminal.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -240,7 +240,7 @@ def end_on_signals() -> None:
 
 
 def _program(name: str) -> str:
-    """A program of this Python's environment, which need not be on the path."""
+    """Find a program in this Python's environment, which need not be on the path."""
     found = Path(sys.executable).parent / name
     return str(found) if found.exists() else name
 

@@ -1,4 +1,4 @@
-"""Our bytes in Flower's records and back. What comes from another machine is checked field by field.
+"""Put our bytes into Flower's records and read them back, checking what other machines send field by field.
 
 Every message holds one opaque array of bytes (`stype` "raw": never handed to NumPy's or torch's loaders, so nothing can
 be unpickled) and one small record of numbers.
@@ -20,13 +20,13 @@ WIRE, ABOUT, NUMBERS, ARRAY = "wire", "about", "numbers", "message"
 
 
 def write_order(order: Order) -> RecordDict:
-    """The content of a message to a client."""
+    """Return the content of a message to a client."""
     about = ConfigRecord({"round": order.number, "run": order.run, "accepted": order.accepted})
     return RecordDict({WIRE: _wrap(order.packet), ABOUT: about})
 
 
 def read_order(content: RecordDict) -> Order:
-    """The inverse, at the client."""
+    """Invert `write_order`, at the client."""
     about = content.config_records.get(ABOUT)
     if about is None:
         raise WireError("the server's message does not say what it is about")
@@ -37,12 +37,12 @@ def read_order(content: RecordDict) -> Order:
 
 
 def write_answer(answer: Answer) -> RecordDict:
-    """The content of a client's reply."""
+    """Return the content of a client's reply."""
     return RecordDict({WIRE: _wrap(answer.upload), NUMBERS: MetricRecord(dict(answer.metrics))})
 
 
 def numbers(content: RecordDict) -> dict[str, Any]:
-    """A client's numbers, whatever they are."""
+    """Return a client's numbers, unchecked."""
     found = content.metric_records.get(NUMBERS)
     if found is None:
         raise WireError("the reply has no numbers")
@@ -50,7 +50,7 @@ def numbers(content: RecordDict) -> dict[str, Any]:
 
 
 def payload_bytes(message: Message) -> int:
-    """How many bytes of arrays a reply brought, good or not."""
+    """Count the bytes of arrays in a reply, whether it is good or not."""
     if not message.has_content():
         return 0
     records = message.content.array_records.values()
@@ -58,7 +58,7 @@ def payload_bytes(message: Message) -> int:
 
 
 def read_answer(content: RecordDict, client: int, server: Server, turn: Round, limits: Limits) -> Upload:
-    """A client's answer, or a WireError."""
+    """Read a client's answer, or raise a WireError."""
     about = numbers(content)
     if about.get("client") != client:
         raise WireError(f"the reply is from client {_short(about.get('client'))}, the node is client {client}")
@@ -87,7 +87,7 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round, l
 
 
 def _scores(about: dict[str, Any], server: Server) -> dict[str, float]:
-    """What a client says of its hard assignment on its own test examples, or a WireError; others' names are left."""
+    """Read the scores of a client's hard assignment on its test examples, or raise a WireError; skip other names."""
     found = {name: about[f"local_{name}"] for name in server.scores if f"local_{name}" in about}
     for name, value in found.items():
         if not isinstance(value, float) or not math.isfinite(value) or (name == "accuracy" and not 0 <= value <= 1):
@@ -96,7 +96,7 @@ def _scores(about: dict[str, Any], server: Server) -> dict[str, float]:
 
 
 def check_introduction(content: RecordDict, server: Server, turn: Round, limits: Limits) -> tuple[int, int]:
-    """The client that a node says it is and its number of examples, if it speaks of the same model and algorithm."""
+    """Return which client a node says it is and its number of examples, if its model and algorithm are the same."""
     about = numbers(content)
     client = about.get("client")
     if not _whole(client, 0, server.job.clients - 1):
@@ -108,7 +108,7 @@ def check_introduction(content: RecordDict, server: Server, turn: Round, limits:
 
 
 def _examples(about: Mapping[str, Any], limits: Limits) -> int:
-    """How many examples a client says it has; it has some, and may not count for more than the operator allows."""
+    """Return how many examples a client says it has: at least one, and at most as many as the operator allows."""
     examples = about.get("examples")
     if not _whole(examples, 1, limits.max_examples):
         raise WireError(
@@ -122,7 +122,7 @@ def _wrap(data: bytes) -> ArrayRecord:
 
 
 def _unwrap(content: RecordDict) -> bytes:
-    """The bytes of a message; they are read by `wire.decode`, which knows how many there must be."""
+    """Return the bytes of a message. `wire.decode` reads them and knows how many there must be."""
     records = content.array_records
     if list(records) != [WIRE] or list(records[WIRE]) != [ARRAY]:
         raise WireError("the message does not hold exactly one array")

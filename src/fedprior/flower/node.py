@@ -30,7 +30,7 @@ class Order(NamedTuple):
     """The round."""
     run: str
     accepted: int
-    """The round in which the server last used an upload of this client; 0: never."""
+    """The round in which the server last used an upload of this client; 0 means never."""
 
 
 Metrics = dict[str, int | float | list[int]]
@@ -51,32 +51,32 @@ class Node:
     client: int
     network: Network
     data: FederatedData
-    """Its own examples, as those of a federation of one."""
+    """Its own examples, as a federation of one client."""
     folder: Path
-    """Where it keeps what it remembers."""
+    """Where the client keeps its memory."""
     down: wire.Layout
     up: wire.Layout
     measures: Measures
 
     @classmethod
     def new(cls, job: Job, client: int, data: ClientData, folder: Path) -> "Node":
-        """A client of a number and its data."""
+        """Build a client from its number and its data."""
         job.check_client(client)
         device = device_of(job.settings)
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         own = job.examples([data], network).to(device)
-        # Any server state gives the layouts: they depend on the model and the prior alone.
+        # Any server state gives the layouts: they depend only on the model and the prior.
         blank = job.algorithm.init(network.params(), network.statistics())
         layouts = job.algorithm.downlink(blank), job.algorithm.uplink(blank)
         return cls(job, client, network, own, folder, *layouts, measures(network, own))
 
     def introduce(self) -> Metrics:
-        """Who this is, and fingerprints of what it understands and speaks."""
+        """Say which client this is, with fingerprints of the messages that it reads and writes."""
         down, up = (int.from_bytes(layout.fingerprint, "big", signed=True) for layout in (self.down, self.up))
         return {"client": self.client, "examples": self.data.train.size(0), "down": down, "up": up}
 
     def respond(self, order: Order) -> Answer:
-        """Exactly what the simulator does for this client in this round."""
+        """Do exactly what the simulator does for this client in this round."""
         algorithm, device = self.job.algorithm, next(self.network.module.parameters()).device
         turn = Turn(keys.key(self.job.settings.seed, device), order.number, self.client)
         packet = protocol.hear(wire.decode(order.packet, self.down, order.number, device), self.down)
@@ -93,12 +93,12 @@ class Node:
         except WireError as error:
             raise DivergedError(f"client {self.client} diverged in round {order.number}: {error}") from error
         metrics = self._metrics(order.number, step, model, packet)
-        # Last: what is remembered must be what was sent.
+        # This comes last: the client must remember exactly what it sent.
         memory.keep(order.number, step.memory)
         return Answer(upload, {**metrics, "forgot": int(memory.lost)})
 
     def _metrics(self, number: int, step: EStep, model: Params, packet: Tree) -> Metrics:
-        """What the server is told beside the upload."""
+        """Return what the client tells the server besides the upload."""
         rows = self.data.test[0]
         found = sums(self.network, self.measures, model, self.data.test_x[rows], self.data.test_y[rows]) / len(rows)
         kept = floored(step.upload)
@@ -108,7 +108,7 @@ class Node:
             "examples": self.data.train.size(0),
             "loss": float(step.loss),
             "tested": len(rows),
-            # Nothing is said of a loss that is not finite, which the server would refuse.
+            # Leave out scores that are not finite: the server would refuse them.
             **{
                 f"local_{name}": one
                 for name, one in zip(self.measures.names, found.tolist(), strict=True)

@@ -27,30 +27,30 @@ from fedprior.version import __version__
 
 
 class Upload(NamedTuple):
-    """A client's answer that was found good."""
+    """A client's answer that passed all checks."""
 
     message: Tree
     examples: int
     """How many examples the client says it has."""
     loss: float
     scores: Mapping[str, float]
-    """By measure, the mean over the client's own test examples with its hard assignment; empty where it has none."""
+    """By measure, the mean over the client's own test examples with its hard assignment; empty if it has none."""
     disagreement: tuple[float, float] | None = None
-    """Mean and maximum of |π − θ| over gates; None where there are none."""
+    """Mean and maximum of |π − θ| over gates; None if there are none."""
     floored: tuple[str, ...] = ()
-    """Layers in which the floor kept a unit of the client's."""
+    """Layers in which the floor kept one of the client's units."""
     forgot: bool = False
-    """Whether the client has lost what it should remember of its earlier turns."""
+    """Whether the client has lost its memory of earlier turns."""
 
 
 @dataclass
 class Round:
-    """One round while it is open. Nothing of the server changes before it is closed."""
+    """One round while it is open. The server does not change before the round is closed."""
 
     number: int
     draws: Turn
     server: Tree
-    """The server's state, pruned: what it speaks from and what uploads refer to."""
+    """The server's pruned state, from which packets are made and to which uploads refer."""
     down: wire.Layout
     up: wire.Layout
     bytes_up: int = 0
@@ -58,14 +58,14 @@ class Round:
     floored: set[str] = field(default_factory=set)
     faults: list[Record] = field(default_factory=list)
     packets: dict[int, bytes] = field(default_factory=dict)
-    """By client; by −1 the one that all clients get."""
+    """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
-    """The same before they became bytes."""
+    """The same packets before they are encoded as bytes."""
 
 
 @dataclass
 class Server:
-    """Everything at the server that lasts from round to round."""
+    """Everything that the server keeps from round to round."""
 
     job: Job
     run: str
@@ -80,13 +80,13 @@ class Server:
     accepted: dict[int, int] = field(default_factory=dict)
     """For every client, the last round in which its upload was used."""
     examples: dict[int, int] = field(default_factory=dict)
-    """How many examples each client has, of those that have said so."""
+    """How many examples each client has, for the clients that have said so."""
     round: int = 0
     seconds: float = 0.0
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
-        """A server before its first round."""
+        """Build a server before its first round."""
         device = device_of(job.settings)
         network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
@@ -97,7 +97,7 @@ class Server:
 
     @property
     def accuracy(self) -> Tensor:
-        """Each client's test accuracy with the model it last sent; nan before its first turn, or where none is."""
+        """Each client's test accuracy with the model it last sent; nan before its first turn, or if there is none."""
         return self.scores.get("accuracy", torch.full((self.job.clients,), torch.nan, dtype=torch.float64))
 
     def begin(self) -> Round:
@@ -107,21 +107,21 @@ class Server:
         return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
 
     def packet(self, turn: Round, client: int) -> bytes:
-        """What a client is sent in this round; one packet for all where all hear the same."""
+        """Return this round's packet for a client. If all clients get the same, there is one packet for all."""
         listener = self._listener(client)
         if listener not in turn.packets:
             turn.packets[listener] = wire.encode(self._speak(turn, client).coded, turn.down, turn.number)
-            if turn.up.precision is None:  # nobody will ask again
+            if turn.up.precision is None:  # no longer needed
                 del turn.spoken[listener]
         return turn.packets[listener]
 
     def read(self, turn: Round, client: int, data: bytes) -> Tree:
-        """An upload, or a WireError; its length is checked before anything is allocated for it."""
+        """Read an upload, or raise a WireError. Its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
         return protocol.hear(coded, turn.up, self._speak(turn, client).said if turn.up.precision else None)
 
     def _speak(self, turn: Round, client: int) -> protocol.Spoken:
-        """The packet for a client, which is also what a rounded upload refers to."""
+        """Return the packet for a client. A rounded upload refers to it as well."""
         listener, algorithm = self._listener(client), self.job.algorithm
         if listener not in turn.spoken:
             key = protocol.broadcast_keys(algorithm.prior, turn.draws.of(client))
@@ -133,7 +133,7 @@ class Server:
         return client if self.job.algorithm.prior.per_client else -1
 
     def close(self, turn: Round, uploads: Mapping[int, Upload], evaluate: bool, seconds: float = 0.0) -> Record:
-        """The M-step with what came back, and the round's record."""
+        """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
         self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
@@ -165,20 +165,20 @@ class Server:
         return record
 
     def evaluate(self) -> Record:
-        """Scores and size of the server as it is; the global ones need test examples at the server."""
+        """Return scores and size of the current server. Global scores need test examples at the server."""
         test, device = self.job.test, self.root.device
         workers = Workers(self.network, 1 if device.type != "cpu" else torch.get_num_threads())
         data = test.to(device) if test is not None else None
         what, scores = self.measures, self.scores
-        if test is None and bool(self.accuracy.isnan().all()):  # clients have reported none: there is none
+        if test is None and bool(self.accuracy.isnan().all()):  # no client has reported one
             what = what._replace(names=tuple(name for name in what.names if name != "accuracy"))
             scores = {name: scores[name] for name in what.names}
         return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
 
     def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
-        """The new state; the old one with the old moments if it is not finite, as in the simulator."""
+        """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
         known = {**self.examples, **examples}
-        # Who has not connected yet is taken to have as many as the others.
+        # Assume that a client that has not connected yet has as many examples as the others.
         usual = round(sum(known.values()) / len(known))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
         counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
@@ -186,11 +186,11 @@ class Server:
         return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
 
     def model(self) -> nn.Module:
-        """The user's module with the server's weights, pruned; or an ensemble of as many as the server has."""
+        """Return the user's module with the server's weights, pruned; or an ensemble if the server has several."""
         return final_model(self.job.algorithm, self.state, self.network.module, self.measures.class_dim)
 
     def summary(self, records: list[Record]) -> Record:
-        """Totals and final values, as the simulator's, and how many replies were refused or missing."""
+        """Return totals and final values, as in the simulator, and how many replies were refused or missing."""
         name = self.job.algorithm.name
         return {
             "engine": "flower",

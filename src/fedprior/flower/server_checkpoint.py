@@ -10,7 +10,7 @@ FORMAT = "fedprior-flower-checkpoint-1"
 
 
 def save(path: Path, server: Server, records: str) -> None:
-    """Everything that the next round depends on, and a checksum of the records that led here."""
+    """Save everything that the next round depends on, and a checksum of the records so far."""
     moments = server.optimiser.state() if server.optimiser else {}
     tree = {"state": server.state, "moments": moments, "clients": server.scores}
     known = {"accepted": server.accepted, "examples": server.examples}
@@ -19,14 +19,14 @@ def save(path: Path, server: Server, records: str) -> None:
 
 
 def load(path: Path, server: Server) -> str:
-    """Put a server built from the same config where the checkpoint left it; return the records' checksum."""
+    """Restore the checkpoint into a server built from the same config, and return the records' checksum."""
     saved = storage.load(path, FORMAT, server.run)
     with storage.reading(path):
         accepted = dict(json.loads(saved.more["accepted"]))
         examples = dict(json.loads(saved.more.get("examples", "[]")))
     with storage.fitting(path):
         state = storage.like(server.state, saved.tree["state"], server.root.device)
-        kept = saved.tree["clients"]  # an older version kept accuracies only
+        kept = saved.tree["clients"]  # an older version kept only accuracies
         scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in server.scores.items()}
         if server.optimiser is not None:
             server.optimiser.load_state(storage.moments(saved.tree.get("moments", {})))

@@ -1,7 +1,7 @@
 """Hard EM as a Flower strategy: who takes part, what is sent, which replies count, when a round is over.
 
-Not a subclass of Flower's FedAvg, whose aggregation averages arrays of equal shape: here the prior decides. The
-server's whole state is in the strategy; Flower's `arrays` argument is not used.
+This is not a subclass of Flower's FedAvg, which averages arrays of equal shape: here the prior decides. The strategy
+holds the server's whole state and does not use Flower's `arrays` argument.
 """
 
 import logging
@@ -23,30 +23,30 @@ from fedprior.flower.job import Limits
 from fedprior.flower.node import Order
 from fedprior.flower.server import Round, Server, Upload
 
-# Flower's logger: what it says reaches `flwr log`.
+# Flower's logger: its messages reach `flwr log`.
 log = logging.getLogger("flwr")
 ASK_AGAIN = 30.0
 """Seconds before a node whose introduction failed is asked again."""
 GONE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
-"""Errors that Flower reports in the place of a node that does not answer."""
+"""Errors that Flower reports in place of a node that does not answer."""
 
 
 class HardEM(Strategy):
-    """One federated run on whatever nodes are there."""
+    """One federated run on whatever nodes are connected."""
 
     def __init__(self, server: Server, limits: Limits, keep: Callable[[Record], None] = lambda record: None) -> None:
         self.server, self.limits, self.keep = server, limits, keep
         self.min_replies = limits.needed(server.job.settings.clients_per_round)
         self.clients: dict[int, int] = {}
-        """The client that each node is, of the nodes that have introduced themselves."""
+        """Which client each node is, for the nodes that have introduced themselves."""
         self.asked: dict[str, Message] = {}
-        """Greetings without an introduction yet, by their names."""
+        """Greetings that have not been answered yet, by message id."""
         self.again: dict[int, float] = {}
-        """When a node whose introduction failed is to be asked again; never, if it has another model."""
+        """When to ask a node again whose introduction failed; never if it has another model."""
         self._open()
 
     def _open(self) -> None:
-        """The next round: nothing sent, nothing back."""
+        """Open the next round, with nothing sent and nothing received."""
         self.turn: Round = self.server.begin()
         self.attempt = 0
         self.cohort: list[int] = []
@@ -66,7 +66,7 @@ class HardEM(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """All rounds that are left. Rounds and time limits are the job's, not Flower's arguments."""
+        """Run all remaining rounds. Rounds and time limits come from the job, not from Flower's arguments."""
         self.summary()
         result = Result()
         rounds = self.server.job.settings.rounds
@@ -96,7 +96,7 @@ class HardEM(Strategy):
         )
 
     def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
-        """Send, and collect replies until all are there or time is up."""
+        """Send the messages, and collect replies until all have arrived or time is up."""
         replies: list[Message] = []
         waiting = _push(grid, list(orders))
         deadline = time.monotonic() + self.limits.round_seconds
@@ -111,7 +111,7 @@ class HardEM(Strategy):
 
     # ------------------------------------------------------------------ who is there
     def meet(self, grid: Grid, least: int) -> None:
-        """Let nodes that are new introduce themselves, and wait until at least so many clients are there."""
+        """Let new nodes introduce themselves, and wait until at least `least` clients are connected."""
         deadline = time.monotonic() + self.limits.start_seconds
         while True:
             online = set(grid.get_node_ids())
@@ -148,11 +148,11 @@ class HardEM(Strategy):
             self.again[node] = time.monotonic() + ASK_AGAIN
             try:
                 content = _content(reply)
-                self.again[node] = math.inf  # until it is found to be one of us
+                self.again[node] = math.inf  # until it passes the check
                 client, examples = messages.check_introduction(content, self.server, self.turn, self.limits)
                 self.again[node] = time.monotonic() + ASK_AGAIN
                 if client in self.clients.values():
-                    # Perhaps the same device after a crash, whose old node Flower has not missed yet.
+                    # It may be the same device after a crash, before Flower has noticed that its old node is gone.
                     raise WireError("another node is already this client")
             except Exception as error:  # whatever a foreign machine sends, the run goes on
                 self._fault(node, None, error)
@@ -166,7 +166,7 @@ class HardEM(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Messages for a cohort of those that are there."""
+        """Return the messages for a cohort of the connected clients."""
         self.cohort = self._choose()
         self.tried |= set(self.cohort)
         self.attempt += 1
@@ -182,7 +182,7 @@ class HardEM(Strategy):
         return self.sent
 
     def _choose(self) -> list[int]:
-        """The clients to ask: at first the simulator's cohort, if everybody is there; then others in their place."""
+        """Choose the clients to ask: first the simulator's cohort, if all are connected; then others in their place."""
         there = sorted(set(self.clients.values()) - self.good.keys())
         pool = [client for client in there if client not in self.tried] or there
         count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))
@@ -191,8 +191,8 @@ class HardEM(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Sort good replies from others. The M-step follows in `start`, which may ask for more first."""
-        # By the message they answer: Flower's own error replies name the server as their source.
+        """Separate good replies from bad ones. The M-step follows in `start`, which may ask for more first."""
+        # Match replies by the message they answer: Flower's own error replies name the server as their source.
         expected = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
         answered: set[str] = set()
         found: dict[int, Upload] = {}
@@ -213,11 +213,11 @@ class HardEM(Strategy):
                 if reply.has_error() and reply.error.code in GONE:
                     self.clients.pop(node, None)
         for name in expected.keys() - answered:
-            # Flower misses a dead node only after a minute. Until this one answers a greeting, it is not asked.
+            # Flower notices a dead node only after a minute. Do not ask this one until it answers a greeting.
             node = expected[name]
             silence = WireError(f"no reply in {self.limits.round_seconds:g} s")
             self._fault(node, self.clients.pop(node, None), silence)
-        # In the cohort's order, not the order of arrival: a sum of floats depends on it.
+        # Use the cohort's order, not the order of arrival: a sum of floats depends on it.
         self.good |= {client: found[client] for client in self.cohort if client in found}
         self.sent = []
         return None, None
@@ -233,21 +233,21 @@ class HardEM(Strategy):
 
     def _fault(self, node: int, client: int | None, error: Exception) -> None:
         kind = "" if isinstance(error, WireError) else f"{type(error).__name__}: "
-        # On one line and without control characters: these are a foreign machine's words, and end in a terminal.
+        # Keep to one line without control characters: this text comes from a foreign machine and ends up in a terminal.
         words = " ".join(f"{kind}{error}".split())[:300]
         what = "".join(letter if letter.isprintable() else "?" for letter in words)
         log.warning("node %d (client %s): %s", node, "?" if client is None else client, what)
         self.turn.faults.append({"node": str(node), "client": client, "what": what})
 
-    # ------------------------------------------------------------------ what Flower's interface asks for besides
+    # ------------------------------------------------------------------ what else Flower's interface requires
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: a client tests the model it sends, and the server its own."""
+        """Do nothing: a client tests the model it sends, and the server tests its own."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing."""
+        """Do nothing."""
         return None
 
     def summary(self) -> None:
@@ -256,16 +256,16 @@ class HardEM(Strategy):
 
 
 def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
-    """Send; those that Flower took, by the names under which replies are pulled."""
+    """Send the messages. Return those that Flower accepted, by the ids used to pull their replies."""
     names = grid.push_messages(messages) if messages else []
     return {str(name): message for name, message in zip(names, messages, strict=False) if name}
 
 
 def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
-    """What has come back, one message after the other.
+    """Pull the replies that have come back, one message at a time.
 
-    Flower unpacks a reply while it is pulled, by what stands in the reply itself. One that cannot be unpacked would
-    take all that are pulled with it; and one that names another message would be held to be another node's.
+    Flower unpacks a reply while pulling it, guided by the reply itself. If one cannot be unpacked, all replies pulled
+    with it are lost. If one names another message, it would pass for another node's reply.
     """
     replies: list[Message] = []
     for name, message in waiting.items():
@@ -274,7 +274,7 @@ def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
                 if reply.metadata.reply_to_message_id != name:
                     raise WireError("the reply says that it answers another message")
                 replies.append(reply)
-        except httpx.HTTPError:  # not the node, but our own SuperLink
+        except httpx.HTTPError:  # the fault of our own SuperLink, not of the node
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, WireError) else f"the reply cannot be unpacked: {error!r}"

@@ -31,7 +31,7 @@ from fedprior.trained.compact.write import Description, export_module
 
 
 class Trained(NamedTuple):
-    """A network out of a run, and the data it was trained for."""
+    """A network from a run, and the data it was trained for."""
 
     module: nn.Module
     server: nn.Module
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
     """Test inputs: the client's own for its own network, everyone's for the server's."""
     y: Tensor
     judged: tuple[Network, Measures]
-    """By which loss, and what else."""
+    """The loss and the other measures by which it is judged."""
     title: str
     client: int | None
     scale: Scale | None
@@ -55,9 +55,9 @@ def trained(
     algorithm: Algorithm | None = None,
     call: str = "export",
 ) -> Trained:
-    """The server's network of a run, with `best` that of its best evaluation, or with `personalise` a client's own.
+    """Return a run's server network; with `best`, that of its best evaluation; with `personalise`, a client's own.
 
-    Of a run that is not finished, the network of its last checkpoint. A task or algorithm of your own cannot be read
+    For an unfinished run, this is the network of its last checkpoint. A task or algorithm of your own cannot be read
     from a run's config: pass it again, or pass the `Result`.
     """
     if best and personalise is not None:
@@ -84,15 +84,15 @@ def trained(
 def _restored(
     folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, best: bool, call: str
 ) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
-    """What a run was about, its simulation (where it stopped, if `with_state`), and the server's network."""
+    """Return what a run is about, its simulation (where it stopped, if `with_state`), and the server's network."""
     about, settings, task, algorithm = start.rebuild(folder, task, algorithm, call)
     start.check_data(folder, task)
-    # Whatever it was trained on, one model is quick enough here.
+    # Whatever device the run was trained on, the CPU is quick enough for one model.
     sim = build(algorithm, task.network, task.data, replace(settings, device="cpu", mode="in-turn", workers=1))
     kept = folder.best if best else folder.model
     if best and not kept.exists():
         raise RunError(f"{folder.path} has no best.safetensors: train with keep=best (--set keep=best)")
-    # A run that goes on beyond its end has its old model until it is finished again.
+    # A run that was extended beyond its end keeps its old model until it is finished again.
     if best or (kept.exists() and folder.summary.exists() and not with_state):
         records = folder.records()
         found = early.best(records, settings.by) if best else None
@@ -105,7 +105,7 @@ def _restored(
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:
-    """The hard assignment that a client would commit to if it were called in the next round."""
+    """Return the hard assignment that a client would commit to if it were called in the next round."""
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
     turn, (memory,) = Turn(sim.root, sim.round + 1, client), sim.recall([client])
@@ -126,7 +126,7 @@ def export(
     onnx: bool | None = None,
     align: int = 8,
 ) -> Description:
-    """Write the compact network of a run as plain torch and as ONNX, checked on test inputs; what model.json says."""
+    """Write a run's compact network as plain torch and ONNX, checked on test inputs; return what model.json says."""
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm)
     if len(found.x) == 0:
         raise DataError("there are no test inputs to compare the exported network on")
@@ -136,7 +136,7 @@ def export(
 
 
 def _check_statistics(found: Trained) -> None:
-    """Refuse a network whose predictions depend on who else is in the batch."""
+    """Refuse a network whose predictions depend on the other examples in the batch."""
     for name, part in found.module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None:
             raise ModelError(
@@ -146,7 +146,7 @@ def _check_statistics(found: Trained) -> None:
 
 
 def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> nn.Module:
-    """The module with a run's weights; an ensemble of modules where the run has several."""
+    """Return the module with a run's weights, or an ensemble of modules if the run has several."""
     try:
         weights = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
@@ -170,11 +170,11 @@ def evaluate(
     task: Task | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
-    """Mean loss, metrics of one's own and, where targets are classes, accuracy and accuracy by class, on the run's own
+    """Return the mean loss, your own metrics and, if targets are classes, accuracy and accuracy by class, on the run's
     test examples or on a file or folder of others.
 
-    With `best`, of the network of the best evaluation, where the run kept it. With `personalise`, of that client's own
-    network, on its own test examples unless there is `data`; and of the server's beside it, as `server`.
+    With `best`, evaluate the network of the best evaluation, if the run kept it. With `personalise`, evaluate that
+    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`.
     """
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
     x, y = found.x, found.y

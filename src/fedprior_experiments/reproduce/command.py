@@ -29,16 +29,16 @@ def reproduce(
     *,
     table_only: bool = False,
 ) -> Results:
-    """One folder a run, OUT/LABEL/seed-N; finished runs are kept, half-finished ones go on.
+    """Reproduce an experiment. Each run has its folder OUT/LABEL/seed-N; finished runs are kept, others continue.
 
     With `table_only` nothing is trained and no data is needed: table and figures come from the records in the folder,
-    whatever their seeds. Beside the chosen methods they show those that the folder has records of.
+    whatever their seeds. Besides the chosen methods, they show all methods with records in the folder.
     """
     experiment = named_experiment(name).chosen(methods)
     check_names(experiment, given)
     specs = plan(experiment, seeds, out, given)
     if not table_only:
-        device_of(run_settings(specs[0].run))  # refused before the data is looked for
+        device_of(run_settings(specs[0].run))  # refuse before looking for the data
         left = missing(specs)
         if len(left) < len(specs):
             console.print(f"{len(specs) - len(left)} of {len(specs)} runs are there already", highlight=False)

@@ -1,4 +1,4 @@
-"""The table of an experiment: ours, mean ± standard error over seeds, and the paper's cell beside each.
+"""The table of an experiment: our mean ± standard error over seeds, with the paper's cell beside each.
 
 Accuracies are means over the last 5% of rounds; the CSV has the last evaluation as well.
 """
@@ -20,7 +20,7 @@ NONE = "–"
 
 
 def comparison(title: str, experiment: Experiment, groups: Sequence[Group], notes: Sequence[str] = ()) -> Table:
-    """One row a method, for a document, a paper or, by `terminal`, a terminal."""
+    """Return one row per method, for a document, a paper or, through `terminal`, a terminal."""
     header = ["method", *(part for name in COLUMNS.values() for part in (name, "paper")), "seeds"]
     rows = []
     for method, group in _methods(experiment, groups):
@@ -30,13 +30,13 @@ def comparison(title: str, experiment: Experiment, groups: Sequence[Group], note
 
 
 def terminal(table: Table) -> RichTable:
-    """Ten columns must fit a page of 120 letters."""
+    """Fit ten columns into a width of 120 characters."""
     narrow = [[cell.replace(" ± ", "±") for cell in row] for row in table.rows]
     return replace(table, rows=narrow).terminal(whole=True, pad_edge=False, collapse_padding=True)
 
 
 def numbers(experiment: Experiment, groups: Sequence[Group]) -> Table:
-    """The same for a program, in full precision."""
+    """Return the same table for a program, in full precision."""
     kinds = ("", "_error", "_paper", "_paper_error")
     header = ["label", "seeds", *(f"{name}{kind}" for name in COLUMNS for kind in kinds)]
     header += [f"{name}_last{kind}" for name in ACCURACIES for kind in kinds[:2]]
@@ -57,12 +57,12 @@ def _methods(experiment: Experiment, groups: Sequence[Group]) -> Iterator[tuple[
 
 
 def _numbers(value: Estimate | Cell | None) -> list[float | None]:
-    """Mean and error, where there are any."""
+    """Return mean and error, if there are any."""
     return [value.mean, value.error] if value else [None, None]
 
 
 def _estimate(group: Group | None, name: str, *, last: bool = False) -> Estimate | None:
-    """In the paper's units: percent and GiB; an accuracy late in training, or at the `last` evaluation."""
+    """Return an estimate in percent or GiB; accuracies are late in training or at the `last` evaluation."""
     if group is None:
         return None
     made = group.late(name) if name in ACCURACIES and not last else group.final(name)
@@ -78,7 +78,7 @@ def _paper(method: Method, name: str) -> Cell | None:
 def _ours(estimate: Estimate | None, name: str) -> str:
     if estimate is None or math.isnan(estimate.mean):
         return NONE
-    # A few rounds of a small network are hundredths of a GiB.
+    # A few rounds of a small network take only hundredths of a GiB.
     digits = 3 if name == "gib" and estimate.mean < 1 else 2 if name == "gib" and estimate.mean < 10 else 1
     mean = f"{estimate.mean:.{digits}f}"
     return mean if math.isnan(estimate.error) else f"{mean} ± {estimate.error:.{digits}f}"
@@ -91,5 +91,5 @@ def _cell(cell: Cell | None) -> str:
 
 
 def _paperlike(value: float) -> str:
-    """As the paper prints it: whole GB, tenths of a percent."""
+    """Format a value as the paper prints it: whole GB, tenths of a percent."""
     return str(value) if isinstance(value, int) else f"{value:.1f}"

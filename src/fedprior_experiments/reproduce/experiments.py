@@ -1,7 +1,7 @@
 """The paper's experiments as plain data: task, methods with their settings, and the cells of the paper's tables.
 
-A method's settings may be those of the run, the task or the algorithm, as with `--set`. What is not said here has the
-task's default, which are the paper's: docs/tasks.md.
+A method's settings may be those of the run, the task or the algorithm, as with `--set`. All other settings have the
+task's defaults, which are the paper's: docs/tasks.md.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from fedprior.core.options import nearest
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the paper's tables: mean and standard error over three seeds; no error where the paper has none."""
+    """A number in the paper's tables: mean and standard error over three seeds; no error if the paper gives none."""
 
     mean: float
     error: float | None = None
@@ -22,7 +22,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """A row of the paper's tables: accuracies and sparsity in percent, communication in GiB (the paper's "GB")."""
+    """A row in the paper's tables: accuracies and sparsity in percent, communication in GiB (the paper's "GB")."""
 
     global_accuracy: Cell | None = None
     local_accuracy: Cell | None = None
@@ -32,7 +32,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Method:
-    """A line of the table: an algorithm with settings, under a label that is also its folder's name."""
+    """A row of the table: an algorithm with settings, under a label that is also its folder's name."""
 
     label: str
     name: str
@@ -41,12 +41,12 @@ class Method:
     settings: Mapping[str, Any] = field(default_factory=dict)
     paper: Cells = Cells()
     variant_of: str = ""
-    """The label of the method that it is another form of; figures give both one colour."""
+    """The label of the method that this is a variant of; figures give both the same colour."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained, and what the paper reports of it."""
+    """What is trained, and what the paper reports about it."""
 
     name: str
     title: str
@@ -59,7 +59,7 @@ class Experiment:
     """The labels with and without server pruning; the latter is in the paper's figure but not in its table."""
 
     def chosen(self, labels: Sequence[str] | None, besides: Collection[str] = ()) -> "Experiment":
-        """The same with only these methods, in this experiment's order, and `besides`; all if none are named."""
+        """Return the experiment with only the `labels` and `besides`, in its own order; all methods for None."""
         known = [method.label for method in self.methods]
         for label in labels or ():
             if label not in known:
@@ -74,7 +74,7 @@ class Experiment:
 LEVELS = {"low": 5e-7, "mid": 5e-6, "high": 5e-5}
 """λ₀ of the three sparsity levels; the appendix gives the same three for LeNet-5 and ResNet20.
 
-FedNarrow is asked for the sparsities that these gave in the paper.
+FedNarrow's target sparsities are those that these values gave in the paper.
 """
 
 
@@ -83,9 +83,9 @@ def _row(*cells: tuple[float, float] | None) -> Cells:
 
 
 def _baselines(fedavg: Cells, feddrop: Cells, fedl1: Cells, *, noise: bool) -> tuple[Method, ...]:
-    """Rates of FedDrop and the strength of FedL1 are the task's, after the appendix.
+    """Return the baselines. FedDrop's rates and FedL1's strength are the task's, which follow the appendix.
 
-    FedDrop has dropout noise at the clients as well, but not on CIFAR10, where the appendix calls it detrimental.
+    FedDrop also has dropout noise at the clients, but not on CIFAR10, where the appendix calls it detrimental.
     """
     return (
         Method("fedavg", "FedAvg", "fedavg", paper=fedavg),
@@ -95,7 +95,7 @@ def _baselines(fedavg: Cells, feddrop: Cells, fedl1: Cells, *, noise: bool) -> t
 
 
 def _levels(goals: Sequence[float], *rows: Cells) -> tuple[Method, ...]:
-    """FedSparse at the three levels of λ₀; and FedNarrow, which is not in the paper, of the sizes it had there."""
+    """Return FedSparse at the three levels of λ₀, and FedNarrow, which is not in the paper, at FedSparse's sizes."""
     sparse, narrow = [], []
     for (level, strength), goal, paper in zip(LEVELS.items(), goals, rows or [Cells()] * 3, strict=True):
         learned = f"fedsparse-{level}"
@@ -106,9 +106,9 @@ def _levels(goals: Sequence[float], *rows: Cells) -> tuple[Method, ...]:
 
 
 ONE_PARTITION = {"partition_seed": 0}
-"""The paper's local accuracies vary by 0.2 between seeds, those of different partitions by 1.2: it had one for all."""
+"""The paper's local accuracies vary by 0.2 between seeds, those of different partitions by 1.2: it used one for all."""
 SYMMETRIC = {"pixels": "symmetric"}
-"""The paper names no scale; with pixels from −1 to 1 FedAvg's local accuracy is the paper's, standardised it is not."""
+"""The paper names no scale. FedAvg's local accuracy matches it with pixels from −1 to 1, not with standardised ones."""
 
 
 CIFAR10 = Experiment(
@@ -129,7 +129,7 @@ CIFAR10 = Experiment(
             _row((68.9, 0.4), (87.6, 0.1), (35, 0), (46.8, 0.4)),
             _row((68.4, 0.5), (86.9, 0.2), (23, 1), (66.5, 0.8)),
         ),
-        # The appendix's 2e-3 leaves more than the paper's table says.
+        # The appendix's 2e-3 leaves more of the network than the paper's table says.
         Method("fedl1-stronger", "FedL1, λ = 2.4e-3", "fedl1", {"strength": 2.4e-3}, variant_of="fedl1"),
         Method(
             "fedsparse-mid-unpruned",
@@ -161,7 +161,7 @@ CIFAR100 = Experiment(
             _row((23.8, 2.0), (48.5, 1.5), (43, 2), (66.9, 1.3)),
         ),
     ),
-    # The paper names no norm: docs/batchnorm.md. Twelve evaluations in the last 5% of rounds.
+    # The paper names no norm: see docs/batchnorm.md. There are twelve evaluations in the last 5% of rounds.
     {**ONE_PARTITION, **SYMMETRIC, "norm": "batch", "evaluate_every": 25},
 )
 
@@ -188,11 +188,11 @@ FEMNIST = Experiment(
 )
 
 MEAN = {"server_optimiser": "none"}
-"""The mean as M-step, as FedAvg and SCAFFOLD have it."""
+"""The M-step is the mean, as in FedAvg and SCAFFOLD."""
 MEAN_BY_STEP = {"server_optimiser": "SGD(lr=1.0)"}
-"""The same for weights beside thresholds, which need their gradient: one step of length one goes to the mean."""
+"""The same for weights beside thresholds, which need their gradient: one step of length one leads to the mean."""
 
-# The paper shows this experiment as curves; of numbers its text has only the two sparsities, "around 35%" and 47%.
+# The paper shows this experiment as curves. The only numbers in its text are two sparsities, "around 35%" and 47%.
 SCAFFOLD = Experiment(
     "scaffold",
     "MNIST by single class, logistic regression",
@@ -221,7 +221,7 @@ SCAFFOLD = Experiment(
     {**SYMMETRIC, "evaluate_every": 5},
 )
 
-# Not the paper's: everything that the others do, on the embedded digits and in minutes, so that it can be tried.
+# Not in the paper: this does all that the others do, on the embedded digits and in minutes, so that you can try it.
 MNIST_MINI = Experiment(
     "mnist-mini",
     "MNIST, the 12,000 embedded digits, LeNet-5",

@@ -10,13 +10,13 @@ from fedprior.runs.specs import Spec
 from fedprior_experiments.reproduce.experiments import Experiment
 
 MOST_SEEDS = 1000
-"""More than anybody wants: a seed is meant."""
+"""Nobody wants more seeds than this: a larger number is probably meant as one seed."""
 
 
 def plan(experiment: Experiment, seeds: Sequence[int], out: Path, given: Mapping[str, Any]) -> list[Spec]:
-    """Every run of the experiment, seed by seed, so that a first whole table is there early.
+    """Return every run of the experiment, seed by seed, so that a first complete table is ready early.
 
-    `given` are settings as with `--set`; each reaches the methods that know it, over the experiment's own.
+    `given` are settings as with `--set`. Each applies to the methods that know it and overrides the experiment's own.
     """
     if "seed" in given:
         raise SettingError("an experiment has several seeds; name them with --seeds")
@@ -39,13 +39,13 @@ def plan(experiment: Experiment, seeds: Sequence[int], out: Path, given: Mapping
                 task_options={**own_task, **for_task},
                 algorithm_settings=settings,
             )
-            spec.config()  # a value of the wrong type or range is refused before anything is trained
+            spec.config()  # refuses a value of the wrong type or range before anything is trained
             specs.append(spec)
     return specs
 
 
 def check_names(experiment: Experiment, given: Mapping[str, Any]) -> None:
-    """Refuse settings that make a method what its name says: the table would call by that name what is not it."""
+    """Refuse to change settings that define a method: the table would show something else under the method's name."""
     for method in experiment.methods:
         for key in given.keys() & method.settings.keys():
             raise SettingError(
@@ -56,7 +56,7 @@ def check_names(experiment: Experiment, given: Mapping[str, Any]) -> None:
 
 
 def read_seeds(text: str) -> list[int]:
-    """`3` is the seeds 0, 1 and 2; `0,1,5` are those.
+    """Read seeds: `3` means the seeds 0, 1 and 2; `0,1,5` means exactly those.
 
     >>> read_seeds("3"), read_seeds("0,1,5"), read_seeds("7,")
     ([0, 1, 2], [0, 1, 5], [7])

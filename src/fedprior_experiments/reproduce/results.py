@@ -19,13 +19,13 @@ from fedprior_experiments.reproduce.plan import plan
 
 @dataclass(frozen=True)
 class Results:
-    """The finished runs of an experiment; `groups` has one for each method that has any, in the experiment's order."""
+    """The finished runs of an experiment. `groups` has one group per method with runs, in the experiment's order."""
 
     experiment: Experiment
     out: Path
     groups: list[Group]
     notes: list[str]
-    """What a reader of the table should know: runs that diverged, are unfinished, broken, or not like the others."""
+    """What a reader of the table should know: runs that diverged, are unfinished or broken, or differ from others."""
 
     @property
     def title(self) -> str:
@@ -45,15 +45,15 @@ class Results:
 
     @property
     def table(self) -> Table:
-        """Ours beside the paper's."""
+        """The table of our results beside the paper's."""
         return comparison(self.title, self.experiment, self.groups, self.notes)
 
     def write_tables(self) -> list[Path]:
-        """table.md, table.tex and table.csv in the experiment's folder."""
+        """Write table.md, table.tex and table.csv to the experiment's folder."""
         return write_tables(self.out, self.table, numbers(self.experiment, self.groups))
 
     def write_figures(self) -> list[Path]:
-        """The paper's figures, as far as there are records for them, in `figures`."""
+        """Draw the paper's figures, as far as there are records for them, into the folder `figures`."""
         names = {one.label: figures.Name(one.name, one.variant_of) for one in self.experiment.methods}
         pair = self.experiment.pruning or ()
         compared = [group for group in self.groups if group.label not in pair[1:]]
@@ -63,7 +63,7 @@ class Results:
             "accuracy-gib": (figures.accuracy_against_bytes, compared),
             "accuracy-rounds": (figures.accuracy_against_rounds, compared),
             "sparsity": (figures.sparsity_over_rounds, [g for g in compared if g.final("sparsity").mean > 0]),
-            # Gates that the server decides are the clients' too: nothing to see.
+            # If the server decides the gates, the clients have the same ones, and there is nothing to see.
             "total-variation": (figures.total_variation, [g for g in compared if g.curve("tv_max").mean.any()]),
             "server-pruning": (
                 lambda groups, _: figures.accuracy_against_rounds(groups, called),
@@ -75,12 +75,12 @@ class Results:
 
 
 def shown_in(out: Path) -> set[str]:
-    """The labels that a folder has records of."""
+    """Return the labels for which a folder has records."""
     return {run.label for run in find_runs(out).runs}
 
 
 def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = MappingProxyType({})) -> Results:
-    """Read the folder; needs neither data nor a GPU. Runs are held against the experiment with the `given` settings."""
+    """Read the folder, without data or a GPU, and compare its runs with the experiment under the `given` settings."""
     found = find_runs(out)
     order = {method.label: number for number, method in enumerate(experiment.methods)}
     of_it = [run for run in found.runs if run.task == experiment.task and run.label in order]
@@ -106,7 +106,7 @@ def read_results(experiment: Experiment, out: Path, given: Mapping[str, str] = M
 
 
 def _in_their_place(runs: Sequence[Run], expected: Mapping[tuple[str, int], Spec]) -> tuple[list[Run], list[str]]:
-    """The runs that lie where their label and seed are kept, and a line for each of the others."""
+    """Return the runs that are in the folder of their label and seed, and one line for each of the others."""
     kept = {run.path: expected[run.label, run.seed].out for run in runs}
     lines = [
         f"{run.path}: it is {run.label}, seed {run.seed}, which is kept in {kept[run.path]}; not in the table"
@@ -117,7 +117,7 @@ def _in_their_place(runs: Sequence[Run], expected: Mapping[tuple[str, int], Spec
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
-    """How far the runs are that are not finished, or why they never will be."""
+    """Say how far the unfinished runs are, or why they will never finish."""
     return [
         f"{run.label}, seed {run.seed}: "
         f"{run.trouble or f'unfinished, {len(run.rounds):,} of {run.planned:,} rounds'}; not in the table"
@@ -127,7 +127,7 @@ def _unfinished(runs: Sequence[Run]) -> list[str]:
 
 
 def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]]) -> list[str]:
-    """In which settings runs are not those of the experiment; what all have alike is said once."""
+    """Say which settings differ from the experiment's. A difference that all runs share is mentioned once."""
     seen: dict[str, list[str]] = {}
     for run, others in zip(runs, found, strict=True):
         for key, was, now in others:
@@ -140,12 +140,12 @@ def _different(runs: Sequence[Run], found: Sequence[list[tuple[str, Any, Any]]])
 
 
 def _changed(given: Mapping[str, str]) -> list[str]:
-    """What was asked for that is not the experiment's; rounds are in the title."""
+    """Say which settings the user changed from the experiment's; rounds are in the title."""
     return [f"with {key}={value}" for key, value in given.items() if key not in MACHINE | {"rounds"}]
 
 
 def _partitions(runs: Sequence[Run]) -> list[str]:
-    """Methods are compared on the same clients: all runs of a seed must have the same partition."""
+    """Say which seeds mix partitions. To compare methods on the same clients, all runs of a seed must share one."""
     seen: dict[int, set[str]] = {}
     for run in runs:
         if run.summary and run.summary.get("partition"):

@@ -1,4 +1,4 @@
-"""Make the runs that are missing. The one place that trains."""
+"""Train the missing runs. Only this module trains."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from fedprior.runs.specs import Spec
 
 
 def train(specs: Sequence[Spec], console: Console) -> None:
-    """Afterwards every spec's folder holds a finished run or, beside its records, a diverged.txt with the reason.
+    """Train until each spec's folder holds a finished run or, beside its records, a diverged.txt with the reason.
 
-    Half-finished runs go on from their checkpoints; on a GPU, runs that differ in numbers only train together. A run
+    Unfinished runs continue from their checkpoints. On a GPU, runs that differ only in numbers train together. A run
     that diverges does not stop the others.
     """
     outcomes = sweeps.train(specs, lambda group, rounds: _watch(console, group, rounds))
@@ -28,7 +28,7 @@ def train(specs: Sequence[Spec], console: Console) -> None:
 
 
 def _watch(console: Console, group: list[Spec], rounds: int) -> RunProgress:
-    """One bar for runs that train together; with one run, its own."""
+    """Return one progress bar for runs that train together; a single run has its own."""
     labels = " and ".join(dict.fromkeys(spec.label for spec in group))
     label = f"{labels}, seed {group[0].seed}" if len(group) == 1 else f"{labels}, {len(group)} runs"
     return RunProgress(console, label, rounds)
