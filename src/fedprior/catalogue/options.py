@@ -128,6 +128,14 @@ PruneServer = Annotated[bool, About("whether the server prunes its own model")]
 Thresholds = Annotated[
     str, About("whether thresholds `stay` or `follow` when the server's step moves the weights", idle=_solved)
 ]
+Draws = Annotated[
+    str,
+    About(
+        "whether a client draws its gates once for a `batch` or for each `example` in it",
+        ("batch", "example"),
+        idle=_not_of_weights,
+    ),
+]
 LocalThresholdOptimiser = Annotated[Optimiser, About("the clients' optimiser of thresholds")]
 ServerThresholdOptimiser = Annotated[Optimiser, About("the server's optimiser of thresholds", idle=_solved)]
 Sparsity = Annotated[

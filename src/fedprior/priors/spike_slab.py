@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprior.core.factors import NONE, Factors
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Assignment, Explain, Term
@@ -40,6 +41,8 @@ class SpikeSlab(MagnitudeGates):
     """λ: the pull of an active weight towards the server's."""
     cross_entropy: float = 1e-4
     """κ: how strongly the server's gates pull a client's; the paper scales this term down."""
+    draws: str = "batch"
+    """Whether a client draws its gates once for a `batch`, or for each `example` in it."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
 
     # ------------------------------------------------------------------ the density
@@ -122,7 +125,17 @@ class SpikeSlab(MagnitudeGates):
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         """w_s ⊙ z, where z is hard concrete with its location such that P(z > 0) = π."""
+        if self.draws == "example":
+            return expected.weights
         return self.gating.scale(expected.weights, draw_gates(expected.joint["logits"], key))
+
+    def factors(self, expected: Assignment, packet: Tree, key: Tensor, examples: int) -> Factors:
+        """The same z, drawn for each example: as many estimates of the gates' gradient as a batch has examples."""
+        if self.draws == "batch":
+            return NONE
+        logits = expected.joint["logits"]
+        drawn = draw_gates(logits.expand(examples, -1).reshape(-1), key)
+        return self.gating.factors(drawn.reshape(examples, -1))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """Draw z ~ Bern(π) exactly; keep the part of w_s that z leaves."""
