@@ -14,8 +14,9 @@ import own_prior
 from fedprior import wire
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Prior
 

@@ -264,7 +264,7 @@ def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
 
 
 def test_pixels_are_predicted_and_evaluated_and_doubts_are_one_line(shell, tmp_path, monkeypatch, small_task):
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task = small_task()
     scale = Scale((0.4,), (0.2,))
     monkeypatch.setitem(
@@ -532,7 +532,7 @@ def test_a_folder_that_another_process_trains_is_one_line_and_left_alone(shell, 
     """The second of two terminals; of a sweep, nothing is trained when any of its runs is another's."""
     with locks.alone_in([tmp_path / first]):
         with monkeypatch.context() as later:  # `compare` refuses a folder that is there when it begins
-            later.setattr("fedprior.cli.train._check_unused", lambda folders: None)
+            later.setattr("fedprior.cli.runs._check_unused", lambda folders: None)
             code, _, err = shell(*command)
         assert (code, err.count("\n")) == (2, 1)
         assert f"{first} is being trained by process {os.getpid()} on " in err

@@ -15,8 +15,9 @@ from fedprior import wire
 from fedprior.catalogue.models import ResNet20
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError, ModelError, SettingError
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.runs.budget import run_bytes
 from fedprior.units import find_structure

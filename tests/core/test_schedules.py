@@ -14,8 +14,9 @@ from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.schedules import Curve, Rates
+from fedprior.core.settings import Settings
 from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 
 ROUNDS = 24

@@ -11,8 +11,9 @@ import fedprior
 from fedprior.core import trees, weighting
 from fedprior.core.errors import SettingError
 from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.settings import Settings
 from fedprior.em import m_step
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Gaussian
 

@@ -12,14 +12,15 @@ import fedprior
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
+from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree, stack
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, m_step
 from fedprior.em.protocol import SMALL, finite
 from fedprior.engines.attack import ATTACKS
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import _check_clients
-from fedprior.engines.server import update
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.server_state import update
 from fedprior.engines.stacked.joined import Kept
 from fedprior.priors import Gaussian
 

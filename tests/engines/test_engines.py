@@ -10,9 +10,10 @@ from torch import Tensor, nn
 import fedprior
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError, RunError
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.tensors import disagreement_of, floor_flags
 from fedprior.runs.folder import RunFolder, checksum
 from small_world import CLASSES

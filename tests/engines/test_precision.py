@@ -11,7 +11,8 @@ from fedprior import wire
 from fedprior.catalogue.algorithms import run_settings
 from fedprior.core import keys, trees
 from fedprior.core.keys import Purpose
-from fedprior.engines.settings import Settings, build
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 from fedprior.runs import specs, start
 from fedprior.runs.asked import Parts, config_of

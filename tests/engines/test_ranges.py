@@ -14,7 +14,7 @@ from fedprior.core.options import plain
 from fedprior.core.settings import ATTACKS, PRECISIONS, RUN_OPTIONS, Settings
 from fedprior.em import statistics
 from fedprior.engines import attack
-from fedprior.engines.settings import check_run, check_useful
+from fedprior.engines.build import check_run, check_useful
 from fedprior.wire import precision
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,10 @@ from fedprior import ALGORITHMS
 from fedprior.core import keys, trees
 from fedprior.core.federated import Shards
 from fedprior.core.keys import Purpose, Turn
+from fedprior.core.settings import Settings
 from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 
 HEADER = 24
 """Bytes before the payload, as wire/codec.py's docstring lists them: 4 + 1 + 1 + 2 + 8 + 4 + 4."""

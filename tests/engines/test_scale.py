@@ -11,8 +11,9 @@ from fedprior.catalogue.data import dirichlet
 from fedprior.catalogue.tasks import Task
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.network import Network
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.runs import checkpoint
 
 CLIENTS = 100_000

@@ -5,9 +5,10 @@ import torch
 
 import fedprior
 from fedprior.core import trees
+from fedprior.core.settings import Settings
 from fedprior.engines.batches import Places
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked import streaming
 
 

@@ -9,9 +9,10 @@ from torch import nn
 import fedprior
 from fedprior.core import trees
 from fedprior.core.optimisers import Optimiser
+from fedprior.core.settings import Settings
 from fedprior.em import Algorithm
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Gaussian
 

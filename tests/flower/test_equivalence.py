@@ -13,7 +13,8 @@ from torch import nn
 import fedprior
 import own_prior
 from fedprior.core import trees
-from fedprior.engines.settings import Settings, build
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.flower import HardEM, Job, Server, client_app, own_job
 
 RUN = "0123456789abcdef"

@@ -13,8 +13,8 @@ from local_grid import LocalGrid
 import fedprior
 from fedprior.core import trees
 from fedprior.em import protocol
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import build
 from fedprior.flower import HardEM, Server
 
 RUN = "0123456789abcdef"

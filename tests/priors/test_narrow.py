@@ -14,7 +14,8 @@ from fedprior.catalogue.models import LeNet5, ResNet20, initialise
 from fedprior.core import keys, trees
 from fedprior.core.errors import FedpriorWarning, SettingError
 from fedprior.core.network import Network
-from fedprior.engines.settings import Settings, applied
+from fedprior.core.settings import Settings
+from fedprior.engines.build import applied
 from fedprior.engines.stacked.tensors import own_settings
 from fedprior.priors import Narrow
 from fedprior.units import UnitGating, find_structure

@@ -56,7 +56,7 @@ def test_personal_accuracy_is_what_the_next_round_would_record(name, small_task,
 
 def test_a_result_and_its_folder_are_exported_alike_and_the_result_stays(tmp_path: Path, monkeypatch) -> None:
     # Nobody reads the times.
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task = fedprior.task("mnist-mini", clients=50)
     result = fedprior.run(task, "fedavg", rounds=1, clients_per_round=2, device="cpu", out=tmp_path / "run")
     for run, to in ((result, "from-result"), (tmp_path / "run", "from-folder")):
@@ -79,7 +79,7 @@ def test_a_personal_model_is_exported_without_its_closed_units(small_task, tmp_p
 
 
 def test_the_best_model_is_evaluated_and_exported_where_it_was_kept(small_task, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task, kept = small_task(rounds=3, evaluate_every=1), {"keep": "best", "by": "sparsity"}
     result = fedprior.run(task, "fedavg", out=tmp_path / "run", **kept)  # of equals the first
     first, _, last = (record["global_loss"] for record in result.records)

@@ -17,7 +17,7 @@ from fedprior.catalogue.models import LeNet5, LogisticRegression, ResNet20
 from fedprior.core.errors import ModelError
 from fedprior.core.trees import Gates, Params
 from fedprior.units import Reader, Structure, UnitGating, find_structure
-from fedprior.units.operations import ZERO_PRESERVING_MODULES
+from fedprior.units.torch_operations import ZERO_PRESERVING_MODULES
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedprior.cli.options import (
+from fedprior.cli.arguments import (
     Cohort,
     DataDir,
     Device,

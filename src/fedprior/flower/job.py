@@ -17,7 +17,7 @@ from fedprior.core.options import Option, convert
 from fedprior.core.settings import SIMULATED, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.batches import Schedule
-from fedprior.engines.settings import applied, check_run, check_useful
+from fedprior.engines.build import applied, check_run, check_useful
 from fedprior.runs.asked import assemble, made, sort_settings, tables
 
 

@@ -16,8 +16,8 @@ from fedprior.core.network import Network
 from fedprior.core.trees import Params, Tree
 from fedprior.em import EStep, protocol
 from fedprior.engines.batches import ClientBatches
-from fedprior.engines.server import floored
-from fedprior.engines.settings import device_of
+from fedprior.engines.build import device_of
+from fedprior.engines.server_state import floored
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
 

@@ -19,7 +19,7 @@ from fedprior.core.errors import SettingError, described
 from fedprior.core.options import nearest, table
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
-from fedprior.engines.settings import check_run, check_useful
+from fedprior.engines.build import check_run, check_useful
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]

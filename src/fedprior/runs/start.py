@@ -18,7 +18,7 @@ from fedprior.core.options import convert, table
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
-from fedprior.engines.settings import build
+from fedprior.engines.build import build
 from fedprior.runs import checkpoint
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive

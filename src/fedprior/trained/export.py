@@ -19,15 +19,15 @@ from fedprior.core.metrics import Measures, each
 from fedprior.core.network import IGNORED, Network
 from fedprior.em import Algorithm, protocol
 from fedprior.engines.batches import ClientBatches
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.server import final_model, learned, with_values
-from fedprior.engines.settings import build
+from fedprior.engines.server_state import final_model, learned, with_values
 from fedprior.runs import checkpoint, early, start
 from fedprior.runs.drive import Result
 from fedprior.runs.folder import RunFolder
+from fedprior.trained.compact.export_folder import Description, export_module
 from fedprior.trained.compact.inputs import Reader
 from fedprior.trained.compact.predict import outputs_of
-from fedprior.trained.compact.write import Description, export_module
 
 
 class Trained(NamedTuple):

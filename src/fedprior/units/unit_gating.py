@@ -5,9 +5,9 @@ from torch import Tensor
 
 from fedprior.core.trees import Gates, Params
 from fedprior.units.gating import Gating
+from fedprior.units.positions import Tables
 from fedprior.units.rows import MOST, Rows, row_norms, scale_rows
 from fedprior.units.structure import Layer, Reader, Structure
-from fedprior.units.tables import Tables
 
 
 class UnitGating(Gating):

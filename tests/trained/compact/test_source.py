@@ -24,7 +24,7 @@ Case = tuple[Callable[[], nn.Module], Tensor]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads the times here."""
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
 
 
 class First(nn.Module):

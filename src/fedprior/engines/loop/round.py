@@ -28,12 +28,12 @@ from fedprior.engines import ranks
 from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack
 from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.engines.server import Record, client_diverged, evaluate, floored, update
+from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, update
 
 
 @dataclass
 class Simulation:
-    """Everything that persists from round to round. Build it with `engines.settings.build`."""
+    """Everything that persists from round to round. Build it with `engines.build.build`."""
 
     algorithm: Algorithm
     network: Network

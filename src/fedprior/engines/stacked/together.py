@@ -27,7 +27,7 @@ from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
 from fedprior.engines.batches import CohortBatches, Places, Plan
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.server import Record, client_diverged, server_diverged
+from fedprior.engines.server_state import Record, client_diverged, server_diverged
 from fedprior.engines.stacked import streaming
 from fedprior.engines.stacked.alike import check_alike
 from fedprior.engines.stacked.joined import Kept

@@ -46,7 +46,7 @@ def pruned(module: nn.Module, example: Tensor, share: float, seed: int = 0) -> n
 @pytest.mark.parametrize("name", ["lenet5", "resnet20", "ensemble", "own"])
 def test_model_py_loads_without_fedprior(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody reads the times.
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     torch.manual_seed(0)
     shape = (3, 16, 16) if name == "resnet20" else (1, 16, 16)
     x = torch.randn(6, *shape)
@@ -86,7 +86,7 @@ def test_files_that_are_wrong_are_not_shipped(tmp_path: Path, monkeypatch: pytes
     def damaged(tensors: dict[str, Tensor]) -> bytes:
         return to_bytes({name: value + 1e-3 for name, value in tensors.items()})
 
-    monkeypatch.setattr("fedprior.trained.compact.write.to_bytes", damaged)
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.to_bytes", damaged)
     with pytest.raises(ModelError, match=r"model\.py is wrong: its outputs differ from the network's by"):
         export_module(nn.Linear(3, 2), torch.rand(2, 3), tmp_path / "out", about={}, with_onnx=False)
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Gates, Params, Tree, clone, leaves, tree_map
 from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.batches import Batches, given
+from fedprior.em.batch import Batches, given
 from fedprior.em.lifting import Lift, lifting
 from fedprior.em.statistics import Running
 from fedprior.priors import Prior

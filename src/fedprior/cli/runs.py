@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedprior.cli.options import (
+from fedprior.cli.arguments import (
     Board,
     Budget,
     Cohort,
