@@ -10,7 +10,7 @@ from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.optimisers import Optimiser
 from fedprior.em import Algorithm
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
 from fedprior.units import UnitGating, find_structure
 
@@ -74,7 +74,7 @@ def test_fedprox_is_the_gaussian_prior_with_that_precision() -> None:
         model = make_task().network.module
         start = [p.detach().clone() for p in model.parameters()]
         key = turn.of(client).key(Purpose.BATCHES)
-        for batch in ClientBatches(task.data, client, Schedule(4), key):
+        for batch in ClientBatches(task.data, client, Workload(4), key):
             model.zero_grad()
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()
             with torch.no_grad():

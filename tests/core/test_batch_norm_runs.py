@@ -131,7 +131,7 @@ def test_deeper_norms_are_measured_on_all_of_a_clients_examples_at_once():
     found = sim.server["statistics"]
     (client,) = (c for c in range(5) if sim.data.train.size(c) == int(found["count"]))
     examples = sim.data.x[sim.data.train[client]]
-    assert sim.schedule.batch_size < len(examples) <= 8 * sim.schedule.batch_size
+    assert sim.workload.batch_size < len(examples) <= 8 * sim.workload.batch_size
     module(examples)
     unbiased = len(examples) / (len(examples) - 1)
     torch.testing.assert_close(found["norm1.running_mean"], module.norm1.running_mean)

@@ -15,7 +15,7 @@ from fedprior.core.keys import Purpose, Turn
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.schedules import Curve, Rates
 from fedprior.core.settings import Settings
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 
@@ -87,7 +87,7 @@ def test_fedopt_with_both_schedules_is_a_plain_torch_loop(small_task):
             local = copy.deepcopy(server)
             descent = torch.optim.SGD(local.parameters(), lr=0.2 * (1 - 0.9 * (number - 1) / rounds), momentum=0.5)
             batch_key = turn.of(client).key(Purpose.BATCHES)
-            for batch in ClientBatches(task.data, client, Schedule(4, 1), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, 1), batch_key):
                 descent.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 descent.step()

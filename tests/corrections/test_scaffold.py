@@ -11,7 +11,7 @@ from fedprior.catalogue.models import LogisticRegression
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 
 
 def small_task() -> Task:
@@ -39,7 +39,7 @@ def naive_scaffold(rounds: int, lr: float, weighting: str) -> tuple[list[torch.T
         for i in cohort:
             for p, value in zip(model.parameters(), x, strict=True):
                 p.data = value.clone()
-            batches = ClientBatches(task.data, i, Schedule(4), turn.of(i).key(Purpose.BATCHES))
+            batches = ClientBatches(task.data, i, Workload(4), turn.of(i).key(Purpose.BATCHES))
             for batch in batches:
                 model.zero_grad()
                 nn.functional.cross_entropy(model(batch.x), batch.y).backward()

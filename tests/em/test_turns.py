@@ -12,7 +12,7 @@ from fedprior.core.optimisers import Optimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.corrections import Scaffold
 from fedprior.em import Algorithm, e_step
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.priors import Assignment, Gaussian, SpikeSlab
 from fedprior.units import UnitGating, find_structure
 from fedprior.wire import Wire
@@ -66,7 +66,7 @@ def test_an_e_step_draws_by_purpose_round_client_and_step(monkeypatch) -> None:
     object.__setattr__(prior, "seen", {})
     algorithm = Algorithm(prior, SGD, wire=Wire.of("int8"))
     turn = Turn(key(0), ROUND, CLIENT)
-    batches = ClientBatches(data(), CLIENT, Schedule(2), turn.key(Purpose.BATCHES))
+    batches = ClientBatches(data(), CLIENT, Workload(2), turn.key(Purpose.BATCHES))
     e_step(algorithm, network, algorithm.broadcast(algorithm.init(network.params()), key(9)), batches, turn, {})
     steps = range(3)
     assert prior.seen["adopt"] == [own(Purpose.ADOPT)]
@@ -131,7 +131,7 @@ def test_what_a_client_remembers_of_weights_that_are_gone_has_no_say() -> None:
         control["0.weight"][1] += hidden
         control["2.weight"][:, 1] += hidden
         clients = data()
-        batches = ClientBatches(clients, CLIENT, Schedule(2), turn.key(Purpose.BATCHES))
+        batches = ClientBatches(clients, CLIENT, Workload(2), turn.key(Purpose.BATCHES))
         batches.data = clients.__class__(
             clients.x.double(), clients.y, clients.test_x, clients.test_y, clients.train, clients.test, clients.classes
         )

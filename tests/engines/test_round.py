@@ -16,7 +16,7 @@ from fedprior.core import keys, trees
 from fedprior.core.federated import Shards
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.settings import Settings
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 
@@ -75,7 +75,7 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
             batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server).train()
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1, momentum=momentum)
-            for batch in ClientBatches(task.data, client, Schedule(4, epochs), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, epochs), batch_key):
                 optimiser.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 optimiser.step()
@@ -102,7 +102,7 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
             batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server)
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1)
-            for batch in ClientBatches(task.data, client, Schedule(4, 2), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, 2), batch_key):
                 optimiser.zero_grad()
                 pairs = zip(local.parameters(), server.parameters(), strict=True)
                 drift = sum((mine - yours.detach()).square().sum() for mine, yours in pairs)

@@ -12,6 +12,7 @@ from fedprior.core.errors import SettingError
 from fedprior.report import pareto
 from fedprior.report.pareto import Point, Reference, points_of
 from fedprior.report.records import Estimate, find_runs
+from fedprior.runs import sweeps
 from fedprior_experiments import frontier
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -111,7 +112,7 @@ def test_runs_of_another_folder_stand_beside_and_never_twice(tmp_path: Path):
     options = {"rounds": 1, "clients_per_round": 2, "mode": "vectorised"}
     mine = frontier.plan("mnist-mini", [], [], ["fedavg"], [0], {}, tmp_path / "mine", options)
     others = frontier.plan("mnist-mini", [0.9], ["int4"], ["fedavg"], [0], {}, tmp_path / "others", options)
-    frontier.train([*mine, *others])
+    sweeps.train_missing([*mine, *others])
     found = frontier.read(mine, frontier.beside(tmp_path / "others", "mnist-mini"))
     assert [run.label for run in found] == ["fedavg", "90% sparse, int4"]
     assert found[0].path == mine[0].out

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedprior
 from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 
 T, KAPPA, START, EPSILON = 1e-3, 1e-4, 0.99, 0.1
 LOCAL_LR = 0.05
@@ -74,7 +74,7 @@ class Twin:
         v = {group: value.detach().clone().requires_grad_() for group, value in self.v.items()}
         sgd = torch.optim.SGD(list(w.values()), lr=LOCAL_LR)
         adamax = torch.optim.Adamax(list(v.values()), lr=self.local_lr)
-        for step, batch in enumerate(ClientBatches(self.data, turn.client, Schedule(4), turn.key(Purpose.BATCHES))):
+        for step, batch in enumerate(ClientBatches(self.data, turn.client, Workload(4), turn.key(Purpose.BATCHES))):
             u = self.draws(keys.fold(turn.key(Purpose.RELAX), step))
             z, penalty = {}, torch.zeros((), dtype=torch.float64)
             for group, names in self.groups.items():

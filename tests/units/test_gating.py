@@ -226,7 +226,7 @@ def test_what_is_kept_from_within_a_transform_lasts():
     """Sizes and tables first asked for under `grad`, or in inference mode, can be copied and trained with later."""
 
     def price(gating, gates):
-        return (gates * gating.joint_sizes(gates)).sum() + gating.tables.on("heard", gates.device).sum()
+        return (gates * gating.joint_sizes(gates)).sum() + gating.positions.on("heard", gates.device).sum()
 
     def fresh():
         return UnitGating(find_structure(Residual(), torch.randn(1, 3)))

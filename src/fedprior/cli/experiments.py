@@ -77,6 +77,7 @@ def frontier_command(
     from fedprior.report import pareto
     from fedprior.report.figures import NoMatplotlibError, save
     from fedprior.report.records import group_runs
+    from fedprior.runs import sweeps
     from fedprior_experiments import frontier
 
     folder = out or Path("runs") / f"frontier-{task}"
@@ -88,7 +89,7 @@ def frontier_command(
         task, sparsities_in(sparsities), names_in(wires), others, seeds_in(seeds), settings, folder, options
     )
     others_found = frontier.beside(beside, task) if beside else []
-    name_diverged(frontier.train(specs, bar))
+    name_diverged(sweeps.train_missing(specs, bar))
     if not ranks.first():
         return
     found = frontier.read(specs, others_found)

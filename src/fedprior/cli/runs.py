@@ -143,8 +143,7 @@ def sweep_command(
     given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
     options = {key: value for key, value in given.items() if value is not None}
     specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
-    left = sweeps.unfinished(specs)
-    name_diverged(list(zip(left, sweeps.train(left, bar), strict=True)))
+    name_diverged(sweeps.train_missing(specs, bar))
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     if not summaries:
         raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")

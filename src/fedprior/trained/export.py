@@ -109,7 +109,7 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
     turn, (memory,) = Turn(sim.root, sim.round + 1, client), sim.recall([client])
-    batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
+    batches = ClientBatches(sim.data, client, sim.workload, turn.key(Purpose.BATCHES))
     rate = sim.settings.rates.at(sim.round + 1).local
     model = protocol.rehearse(sim.algorithm, sim.network, sim.server, batches, turn, memory, rate)
     return with_values(copy.deepcopy(sim.network.module), model)
