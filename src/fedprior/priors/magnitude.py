@@ -15,6 +15,7 @@ from torch import Tensor
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.gated import LocalGates, gated_layout
+from fedprior.priors.received import Received
 from fedprior.priors.thresholds import (
     CLOSED,
     NO_THRESHOLD,
@@ -67,8 +68,8 @@ class MagnitudeGates(LocalGates):
 
     def joint_logits(self, state: Tree, norms: Tensor | None = None) -> Tensor:
         """The same, with all layers in one vector; the norms may be known already."""
-        if "joint" in state:  # a received packet
-            return state["joint"]["logits"]
+        if isinstance(state, Received):
+            return state.known.logits
         return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
     def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,8 +86,8 @@ class MagnitudeGates(LocalGates):
 
     def _silent(self, state: Tree) -> Tensor:
         """The silent norms of all layers in one vector; layers that read no gated unit never lose anything."""
-        if "joint" in state:  # a received packet
-            return state["joint"]["silent"]
+        if isinstance(state, Received):
+            return state.known.silent[0]
         found, like = state["silent"], next(iter(state["weights"].values()))
         shapes = self.gating.gate_shapes.items()
         return self.gating.join({layer: found.get(layer, like.new_zeros(shape)) for layer, shape in shapes})

@@ -24,6 +24,7 @@ from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
+from fedprior.priors.received import Known, Received
 from fedprior.priors.thresholds import draw_gates, without_threshold
 
 NEAR = 0.2
@@ -70,9 +71,9 @@ class SpikeSlab(MagnitudeGates):
 
     def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """As in the base class. Two terms are linear in π: for a received packet, they are one price per gate."""
-        if "joint" not in server or isinstance(self.precision, Tensor) or self.precision != 0:
+        if not isinstance(server, Received) or isinstance(self.precision, Tensor) or self.precision != 0:
             return super().tempered_log_prob(assignment, server)
-        return (self._joint_gates(assignment) * server["joint"]["price"]).sum() - server["joint"]["constant"]
+        return (self._joint_gates(assignment) * server.known.price).sum() - server.known.constant
 
     # ------------------------------------------------------------------ the server
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
@@ -107,16 +108,16 @@ class SpikeSlab(MagnitudeGates):
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         return {"weights": packet["weights"], "thresholds": packet["thresholds"]}
 
-    def receive(self, packet: Tree) -> Tree:
+    def receive(self, packet: Tree) -> Received:
         logits = self.joint_logits(packet)
         price = self.cross_entropy * logits - self.lambda0 * self.gating.joint_sizes(logits)
         constant = self.cross_entropy * F.softplus(logits).sum()
         is_open = self.gating.join(packet["gates"]) > 0
-        joint = {"logits": logits, "open": is_open, "price": price, "constant": constant}
-        return {**packet, "joint": joint | ({"silent": self._silent(packet)} if "silent" in packet else {})}
+        silent = (self._silent(packet),) if "silent" in packet else ()
+        return Received(packet, Known(logits, is_open, price, constant, silent))
 
     def expect(self, local: Tree, packet: Tree) -> Assignment:
-        is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
+        is_open = packet.known.is_open if isinstance(packet, Received) else self.gating.join(packet["gates"]) > 0
         logits, gates = self._logits(local, is_open, self.norms(local["weights"], packet))
         return Assignment(local["weights"], self.gating.part(gates), {"logits": logits, "gates": gates})
 
