@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedprior.kernels.gates import fold, unfold
+from fedprior.kernels.function import Batched
 from fedprior.kernels.launch import row_grid, target
 
 BLOCK = 256
@@ -48,10 +48,6 @@ def hard_concrete(logits: Tensor, key: Tensor, stretch: Stretch) -> Tensor:
     return out.squeeze(0)
 
 
-def _lift(info: Any, dims: Any, tensors: Any) -> list[Tensor | None]:
-    return [None if t is None else fold(info, [d], [t])[0] for d, t in zip(dims, tensors, strict=True)]
-
-
 def _grid(x: Tensor) -> tuple[int]:
     return row_grid(x.shape[0], x.shape[1], BLOCK)
 
@@ -60,7 +56,7 @@ def _mask(is_open: Tensor | None, other: Tensor) -> Tensor:
     return other if is_open is None else is_open.contiguous().view(torch.uint8)
 
 
-class _Gradient(torch.autograd.Function):
+class _Gradient(Batched):
     """A function that has no gradient of its own."""
 
     @staticmethod
@@ -72,7 +68,7 @@ class _Gradient(torch.autograd.Function):
         raise NotImplementedError("gates are differentiated once only; on a CPU they can be differentiated again")
 
 
-class Logits(torch.autograd.Function):
+class Logits(Batched):
     """Maps norms, v, open gates and temperatures to logits and gates."""
 
     @staticmethod
@@ -100,11 +96,6 @@ class Logits(torch.autograd.Function):
         dv = LogitsGradient.apply(grad_logits, grad_gates, *ctx.saved_tensors, ctx.number, ctx.edges)
         return None, dv, None, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        out = Logits.apply(*_lift(info, in_dims[:4], args[:4]), *args[4:])
-        return unfold(info, out), (0, 0)
-
 
 class LogitsGradient(_Gradient):
     """Maps both outputs' gradients to that of v."""
@@ -125,12 +116,8 @@ class LogitsGradient(_Gradient):
             )  # fmt: skip
         return dv
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return unfold(info, [LogitsGradient.apply(*_lift(info, in_dims[:6], args[:6]), *args[6:])])[0], 0
 
-
-class Concrete(torch.autograd.Function):
+class Concrete(Batched):
     """Maps logits and keys to draws."""
 
     @staticmethod
@@ -155,10 +142,6 @@ class Concrete(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ConcreteGradient.apply(grad, *ctx.saved_tensors, ctx.stretch), None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, logits: Tensor, keys: Tensor, stretch: Stretch) -> Any:
-        return unfold(info, [Concrete.apply(*fold(info, in_dims[:2], (logits, keys)), stretch)])[0], 0
-
 
 class ConcreteGradient(_Gradient):
     """Maps the draws' gradient to that of the logits."""
@@ -175,8 +158,3 @@ class ConcreteGradient(_Gradient):
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: Tensor, logits: Tensor, keys: Tensor, stretch: Stretch) -> Any:
-        out = ConcreteGradient.apply(*fold(info, in_dims[:3], (grad, logits, keys)), stretch)
-        return unfold(info, [out])[0], 0
