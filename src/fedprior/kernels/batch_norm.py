@@ -95,11 +95,7 @@ def backward(
 class BatchNorm(Batched):
     """The output and the statistics; no gradient flows through the statistics."""
 
-    @staticmethod
-    def forward(
-        x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(x, mask, weight, bias, eps)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -119,17 +115,7 @@ class BatchNorm(Batched):
 class BatchNormGradient(Batched):
     """The gradients. A second derivative, which is rare, falls back to torch's own operations."""
 
-    @staticmethod
-    def forward(
-        grad: Tensor,
-        x: Tensor,
-        mask: Tensor | None,
-        weight: Tensor | None,
-        means: Tensor,
-        variances: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(grad, x, mask, weight, means, variances, eps)
+    forward = staticmethod(backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

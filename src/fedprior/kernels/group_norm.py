@@ -86,11 +86,7 @@ def backward(
 class GroupNorm(Batched):
     """The output, and the statistics that the gradient needs."""
 
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(x, weight, bias, groups, eps)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -52,9 +52,7 @@ def backward(grad: Tensor, x: Tensor) -> Tensor:
 class MaxPool(Elementwise):
     """Maps inputs to outputs."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return forward(x)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -68,9 +66,7 @@ class MaxPool(Elementwise):
 class MaxPoolGradient(Elementwise):
     """Maps the outputs' gradient and inputs to the inputs' gradient; its own derivative is torch's."""
 
-    @staticmethod
-    def forward(grad: Tensor, x: Tensor) -> Tensor:
-        return backward(grad, x)
+    forward = staticmethod(backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
