@@ -20,13 +20,21 @@ from fedprior.flower import HardEM, Job, Server, client_app, own_job
 RUN = "0123456789abcdef"
 COUNTED = ("round", "bytes_up", "bytes_down", "floored", "global_accuracy", "sparsity")
 """No sum of floats is in these."""
-ROUNDED = [own_prior.NAME, "fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian", "fedmix", "fedl1"]
+ROUNDED = [
+    *own_prior.ENTRIES,
+    "fedsparse+scaffold",
+    "fedsparse-unstructured",
+    "feddrop",
+    "fedmedian",
+    "fedmix",
+    "fedl1",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "wire"),
     [
-        *((name, "float32") for name in [*fedprior.ALGORITHMS, own_prior.NAME]),
+        *((name, "float32") for name in [*fedprior.ALGORITHMS, *own_prior.ENTRIES]),
         *((name, "int8/int4") for name in ROUNDED),
         ("fedavg", "int4"),
         ("fednarrow", "int4"),
