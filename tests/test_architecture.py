@@ -57,9 +57,7 @@ def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]
     return next(stack for stack in stacks if any(path == "em/estep.py" for path, _ in stack))
 
 
-def test_the_way_from_the_command_to_a_loss_is_the_one_that_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_from_the_command_to_a_loss_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = walk(tmp_path, monkeypatch)
     files = list(dict.fromkeys(path for path, _ in calls))
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

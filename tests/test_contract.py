@@ -175,7 +175,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_messages_survive_the_wire_exactly_and_are_what_is_counted(name: str) -> None:
+def test_messages_survive_the_wire_exactly_and_have_the_counted_length(name: str) -> None:
     sim = simulate(name)
     sent: list[bytes] = []
     original = wire.encode
@@ -242,7 +242,7 @@ def test_learns(name: str) -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_lively_settings_are_lively() -> None:
+def test_the_contracts_settings_close_gates() -> None:
     """Otherwise the contract would only be checked on dense models."""
     for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold", "feddrop", "fedl1", "fedmedian"):
         sim = simulate(name)

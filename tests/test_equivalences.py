@@ -129,7 +129,7 @@ def test_feddrop_with_rate_zero_is_fedavg() -> None:
     assert_same(weights_after(Algorithm(FixedGates(unit_gating(), rates), {"weights": SGD})), weights_after(FEDAVG))
 
 
-def test_feddrop_by_name_with_rate_zero_is_fedavg() -> None:
+def test_feddrop_by_name_at_rate_zero_is_fedavg() -> None:
     zero = named(
         "feddrop", conv_rate=0.0, linear_rate=0.0, input_rate=0.0, output_rate=0.0, local_optimiser="SGD(lr=0.1)"
     )

@@ -59,7 +59,7 @@ def test_kernels_are_registered_from_outside():
     assert importers == {KERNELS}
 
 
-def test_an_upward_import_is_noticed_wherever_it_stands():
+def test_an_upward_import_is_noticed_anywhere_in_a_module():
     assert upward("fedprior.wire.codec", "def f():\n    from fedprior.em import estep") == ["fedprior.em.estep"]
     assert upward("fedprior.runs.start", "import fedprior_experiments.frontier") == ["fedprior_experiments.frontier"]
     assert upward("fedprior.core.keys", "from fedprior import run") == ["fedprior.run"]
@@ -81,7 +81,7 @@ def _known(names: Iterator[str], known: dict[str, Path]) -> set[str]:
     return {name if name in known else name.rpartition(".")[0] for name in names} & known.keys()
 
 
-def test_the_root_is_small_and_every_folder_has_a_place():
+def test_the_root_is_small_and_every_folder_is_in_the_order():
     root = SRC / "fedprior"
     assert sorted(path.name for path in root.glob("*.py")) == sorted(ROOT)
     folders = {path.parent.name for path in root.glob("*/__init__.py")}
@@ -106,11 +106,11 @@ def written_twice(sources: dict[str, str]) -> list[tuple[str, str]]:
     return found
 
 
-def test_no_ten_lines_of_code_stand_twice():
+def test_no_ten_lines_are_repeated():
     assert written_twice({name: path.read_text(encoding="utf-8") for name, path in modules().items()}) == []
 
 
-def test_ten_lines_that_stand_twice_are_noticed_wherever_and_however_they_are_set():
+def test_ten_repeated_lines_are_noticed_whatever_their_layout():
     body = [f"x{number} = work({number})" for number in range(WINDOW)]
     one = "import torch\n" + "\n".join(body)
     two = "def f(a,\n      b):\n    " + "\n\n    ".join(body)

@@ -72,7 +72,7 @@ def test_scaffold_is_option_ii_of_the_paper(mode: str, weighting: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_with_momentum_controls_stay_of_the_size_of_gradients() -> None:
+def test_with_momentum_controls_keep_the_size_of_gradients() -> None:
     """Taken for lr times steps, the longer path of momentum would feed on itself."""
     task = small_task()
     size = {}

@@ -37,7 +37,7 @@ def test_every_epoch_visits_every_example_of_the_client_once(sizes, width, epoch
             assert all((b.y == client).all() for b in passes)
 
 
-def test_epochs_and_clients_and_seeds_differ_in_their_order():
+def test_epochs_clients_and_seeds_have_different_orders():
     data = numbered([40, 40])
     orders = [
         tuple(b.x.int().tolist()[0] % 40 for b in ClientBatches(data, client, Workload(1, 2), keys.fold(key, client)))
@@ -70,7 +70,7 @@ def cohort_batches(data, clients, workload, key):
 
 @quick
 @given(sizes_of_clients, st.integers(1, 7), st.integers(1, 3), st.none() | st.integers(1, 9), st.integers(0, 2**32))
-def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epochs, steps, seed):
+def test_padding_does_not_change_a_clients_batches(sizes, width, epochs, steps, seed):
     data, workload = numbered(sizes), Workload(width, epochs, steps)
     clients = list(reversed(range(len(sizes))))
     client_keys = keys.fold(keys.key(seed), torch.tensor(clients))

@@ -65,7 +65,7 @@ def test_every_engine_runs_every_function_of_the_protocol(name, after_a_round, m
 
 
 @pytest.mark.parametrize("folder", ["engines", "flower", "trained", "runs"])
-def test_no_engine_has_a_step_of_the_protocol_of_its_own(folder):
+def test_no_engine_has_its_own_copy_of_a_protocol_step(folder):
     own = re.compile(r"\b[em]_step\(|\.broadcast\(|\.pack\(|\brestore\(|Purpose\.(COHORT|BROADCAST|ADOPT|COMMIT)")
     for path in (SRC / folder).rglob("*.py"):
         assert not own.search(path.read_text(encoding="utf-8")), path

@@ -155,7 +155,7 @@ def _where(columns: Tensor, before: dict[str, Tensor], after: dict[str, Tensor],
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
 @pytest.mark.parametrize("thresholds", ["stay", "follow"])
 @pytest.mark.parametrize(("by_unit", "server"), [(True, "mean"), (True, "adam"), (False, "adam")])
-def test_fedsparse_is_the_papers_two_algorithms(small_task, by_unit, server, thresholds, mode):
+def test_fedsparse_equals_the_papers_two_algorithms(small_task, by_unit, server, thresholds, mode):
     task = small_task(dtype=torch.float64)
     twin = Twin(task, server, by_unit, thresholds == "follow")
     algorithm = fedprior.algorithm(
