@@ -33,8 +33,9 @@ from fedprior.core import keys
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.operations import KNOWN
 from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked import together
 from fedprior.kernels import concrete, gates, registration
 from fedprior.kernels.mode import ROUTES

@@ -19,8 +19,9 @@ import fedprior
 from fedprior.catalogue.data import dirichlet
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.network import Network
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine, mode_of
-from fedprior.engines.settings import Settings, build
 
 EXAMPLES, PIXELS = 8, 256
 

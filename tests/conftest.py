@@ -47,8 +47,9 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def with_own_prior(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prior that is not in the library has a name in the tests that ask for it."""
-    if own_prior.NAME in request.node.name:
-        monkeypatch.setitem(fedprior.ALGORITHMS, own_prior.NAME, own_prior.ENTRY)
+    for name, entry in own_prior.ENTRIES.items():
+        if name in request.node.name:
+            monkeypatch.setitem(fedprior.ALGORITHMS, name, entry)
 
 
 @pytest.fixture

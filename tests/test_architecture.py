@@ -54,12 +54,10 @@ def walk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]
         main()
     assert not end.value.code
     # Building a task and evaluating a model look at a loss as well.
-    return next(stack for stack in stacks if any(path == "em/client.py" for path, _ in stack))
+    return next(stack for stack in stacks if any(path == "em/estep.py" for path, _ in stack))
 
 
-def test_the_way_from_the_command_to_a_loss_is_the_one_that_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_from_the_command_to_a_loss_is_as_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = walk(tmp_path, monkeypatch)
     files = list(dict.fromkeys(path for path, _ in calls))
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read where Linux keeps it")
-def test_a_round_of_no_time_has_memory(monkeypatch):
+def test_an_instant_round_has_a_memory_measurement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     peers = __import__("peers")
     try:

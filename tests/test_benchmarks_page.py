@@ -15,7 +15,7 @@ def test_the_page_is_up_to_date() -> None:
     assert script["page"](RESULTS) == shown, "run python scripts/fill_benchmarks.py"
 
 
-def test_every_record_is_in_the_index_once() -> None:
+def test_every_record_is_indexed_exactly_once() -> None:
     folders = [entry["folder"] for entry in INDEX["runs"]]
     for config in RESULTS.rglob("config.toml"):
         path = config.relative_to(RESULTS).as_posix()

@@ -14,12 +14,13 @@ import own_prior
 from fedprior import wire
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Prior
 
-NAMES = [*fedprior.ALGORITHMS, own_prior.NAME]
+NAMES = [*fedprior.ALGORITHMS, *own_prior.ENTRIES]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
@@ -91,6 +92,14 @@ def test_same_interface(name: str) -> None:
             ), method
 
 
+@pytest.mark.parametrize("name", own_prior.ENTRIES)
+def test_a_prior_that_is_not_in_the_library_needs_three_methods_and_thirty_lines(name: str) -> None:
+    prior = type(algorithm(name, make_task()).prior)
+    methods = [name for name, value in vars(prior).items() if inspect.isfunction(value) and not name.startswith("__")]
+    assert len(methods) <= 3
+    assert len(own_prior.SOURCES[name].splitlines()) <= 30
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_deterministic_by_key(name: str) -> None:
     first, second, other = simulate(name), simulate(name), simulate(name, seed=1)
@@ -123,6 +132,7 @@ SWEPT = {
     "fedprox": {"precision": 0.7},
     "fedl1": {"strength": 0.2},
     own_prior.NAME: {"scale": 0.3, "precision": 0.02},
+    own_prior.TREND: {"share": 0.1, "precision": 0.02},
 }
 
 
@@ -165,7 +175,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_messages_survive_the_wire_exactly_and_are_what_is_counted(name: str) -> None:
+def test_messages_survive_the_wire_exactly_and_have_the_counted_length(name: str) -> None:
     sim = simulate(name)
     sent: list[bytes] = []
     original = wire.encode
@@ -232,7 +242,7 @@ def test_learns(name: str) -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_lively_settings_are_lively() -> None:
+def test_the_contracts_settings_close_gates() -> None:
     """Otherwise the contract would only be checked on dense models."""
     for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold", "feddrop", "fedl1", "fedmedian"):
         sim = simulate(name)

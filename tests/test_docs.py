@@ -63,7 +63,7 @@ def test_every_algorithm_is_documented() -> None:
         assert f"`{name}`" in text, name
 
 
-def test_examples_of_ones_own_task_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_own_tasks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, in_a_file = python_blocks("tasks.md")
     namespace: dict[str, object] = {"__name__": "own"}
     exec(own, namespace)

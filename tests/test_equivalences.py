@@ -10,7 +10,7 @@ from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.optimisers import Optimiser
 from fedprior.em import Algorithm
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
 from fedprior.units import UnitGating, find_structure
 
@@ -74,7 +74,7 @@ def test_fedprox_is_the_gaussian_prior_with_that_precision() -> None:
         model = make_task().network.module
         start = [p.detach().clone() for p in model.parameters()]
         key = turn.of(client).key(Purpose.BATCHES)
-        for batch in ClientBatches(task.data, client, Schedule(4), key):
+        for batch in ClientBatches(task.data, client, Workload(4), key):
             model.zero_grad()
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()
             with torch.no_grad():
@@ -129,7 +129,7 @@ def test_feddrop_with_rate_zero_is_fedavg() -> None:
     assert_same(weights_after(Algorithm(FixedGates(unit_gating(), rates), {"weights": SGD})), weights_after(FEDAVG))
 
 
-def test_feddrop_by_name_with_rate_zero_is_fedavg() -> None:
+def test_feddrop_by_name_at_rate_zero_is_fedavg() -> None:
     zero = named(
         "feddrop", conv_rate=0.0, linear_rate=0.0, input_rate=0.0, output_rate=0.0, local_optimiser="SGD(lr=0.1)"
     )

@@ -20,14 +20,14 @@ def tool():
 MISTAKES = tool().read_mistakes() if (ROOT / "scripts").is_dir() else []
 
 
-def test_every_mistake_can_be_put_into_the_sources_and_is_still_python():
+def test_every_mistake_fits_the_sources_and_is_valid_python():
     for mistake in MISTAKES:
         changed = mistake.mutated(ROOT)
         assert changed is not None, f"{mistake.file}: {mistake.breaks}: its old text is not there exactly once"
         compile(changed, mistake.file, "exec")
 
 
-def test_every_test_that_must_notice_is_there():
+def test_every_named_test_exists():
     for mistake in MISTAKES:
         assert mistake.tests, mistake.breaks
         for test in mistake.tests:
@@ -58,7 +58,7 @@ def test_a_mistake_that_does_not_apply_is_stale(tmp_path):
     assert mistake("x", "y", "b.py") is None, "no file"
 
 
-def test_tests_that_notice_and_tests_that_do_not_are_told_apart(tmp_path):
+def test_caught_and_missed_mistakes_are_told_apart(tmp_path):
     """The tool on a repository of its own: one mistake that a test notices, one that none does, one without tests."""
     mutants = tool()
     package, tests = tmp_path / "src" / "fedprior", tmp_path / "tests"

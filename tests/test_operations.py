@@ -22,7 +22,7 @@ def unregistered(monkeypatch):
         monkeypatch.setattr(operation, "usable", lambda *_: False)
 
 
-def test_the_faster_one_is_called_for_what_it_takes_only(unregistered):
+def test_the_faster_implementation_is_called_only_for_arguments_it_takes(unregistered):
     asked = []
 
     def usable(*args, **kwargs):
@@ -36,7 +36,7 @@ def test_the_faster_one_is_called_for_what_it_takes_only(unregistered):
     assert asked == [((key, (3,)), {"dtype": torch.float32}), ((key, (3,)), {})]
 
 
-def test_an_operation_is_copied_by_its_name():
+def test_an_operation_is_pickled_by_its_name():
     """A copy of its own would never hear of what is registered later."""
     assert copy.deepcopy(keys.fold) is keys.fold
     assert copy.deepcopy([keys.uniform])[0] is keys.uniform
@@ -53,7 +53,7 @@ def test_a_gpu_has_a_kernel_for_every_operation(unregistered, monkeypatch):
     assert [operation.__name__ for operation in operations.KNOWN if operation.fast is None] == []
 
 
-def test_a_gpu_that_they_are_not_for_keeps_torchs_own(unregistered, monkeypatch):
+def test_an_unsuitable_gpu_keeps_torchs_own_operations(unregistered, monkeypatch):
     monkeypatch.setattr(registration, "available", lambda: False)
     devices.prepare(torch.device("cuda"))
     assert all(operation.fast is None for operation in operations.KNOWN)

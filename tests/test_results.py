@@ -52,7 +52,7 @@ YOUNGER = {"pixels", "evaluate_every", "norm"}
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "femnist", "scaffold"])
-def test_the_records_are_of_the_experiment_as_it_is_now_and_the_table_is_theirs(name, tmp_path):
+def test_records_match_the_current_experiment_and_its_table(name, tmp_path):
     specs = {(spec.label, spec.seed): spec for spec in plan(experiment(name), [0, 1, 2], RESULTS / name, {})}
     found = {(run.label, run.seed): run for run in find_runs(RESULTS / name).runs}
     assert found
@@ -68,7 +68,7 @@ def test_the_records_are_of_the_experiment_as_it_is_now_and_the_table_is_theirs(
         assert path.read_bytes() == (RESULTS / name / path.name).read_bytes()
 
 
-def test_the_frontiers_table_is_that_of_its_records():
+def test_the_frontiers_table_matches_its_records():
     wires, sparsities = ["int8/int4", "int4"], [0.0, 0.5, 0.8, 0.9]
     options = {"partition_seed": "0"}
     specs = frontier.plan("cifar10", sparsities, wires, [], [0, 1, 2], options, RESULTS / "frontier", {})
@@ -107,7 +107,7 @@ def test_the_asked_sparsity_is_reached_from_every_initialisation_and_no_layer_is
 
 
 @pytest.mark.parametrize(("gib", "below"), [(6.5, 1.0), (3.0, 3.0), (1.1, 5.0)])
-def test_with_so_many_bytes_the_frontier_is_no_further_below_fedavg(gib, below):
+def test_within_a_budget_the_frontier_is_close_to_fedavg(gib, below):
     found = groups("frontier", "frontier-beside")
     least, local = (percent(found["fedavg"], f"{kind}_accuracy") for kind in ("global", "local"))
     affordable = [group for label, group in found.items() if "sparse," in label and group.final("gib").mean <= gib]
@@ -180,7 +180,7 @@ def test_scaffold_is_better_globally_and_worse_locally_and_fednarrow_keeps_that_
 
 
 @pytest.mark.parametrize(("name", "title"), [("cifar10", "CIFAR10"), ("cifar100", "CIFAR100"), ("femnist", "FEMNIST")])
-def test_the_readmes_table_is_of_the_records_and_of_the_paper(name, title):
+def test_the_readmes_table_matches_records_and_paper(name, title):
     (row,) = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if f"| {title}, " in line]
     found = groups(name)
     ends = {

@@ -45,11 +45,11 @@ def clean() -> dict[str, float]:
     return {name: accuracy(name, "none") for name in ("fedavg", "fedmedian")}
 
 
-def test_both_learn_among_friends(clean: dict[str, float]) -> None:
+def test_both_learn_without_attackers(clean: dict[str, float]) -> None:
     assert min(clean.values()) > 0.85
 
 
 @pytest.mark.parametrize("attack", ["sign-flip", "scale", "constant"])
-def test_the_median_stands_where_the_mean_collapses(attack: str, clean: dict[str, float]) -> None:
+def test_the_median_withstands_an_attack_that_breaks_the_mean(attack: str, clean: dict[str, float]) -> None:
     assert accuracy("fedmedian", attack) > clean["fedmedian"] - 0.03
     assert accuracy("fedavg", attack) < clean["fedavg"] - 0.3

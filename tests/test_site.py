@@ -44,7 +44,7 @@ def build(out: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_site_builds_strictly_and_is_whole(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
     """One test, because tests of one file may run in two processes, and each would build the site."""
     build(tmp_path)
     every_link_leads_somewhere_and_nothing_comes_from_elsewhere(tmp_path)

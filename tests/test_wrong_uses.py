@@ -90,7 +90,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_wrong_use_is_one_line(use):
+def test_a_wrong_use_is_a_one_line_error(use):
     call, message = USES[use]
     with pytest.raises(FedpriorError, match=message) as caught:
         call()
@@ -102,7 +102,7 @@ def test_a_generator_of_clients_is_taken():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_task_and_a_run_leave_the_module_as_it_is(training):
+def test_neither_a_task_nor_a_run_changes_the_module(training):
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2)).train(training)
     model[1].train(not training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -128,7 +128,7 @@ def test_a_result_is_a_short_table_in_text_and_html():
     assert len(page) < 2000
 
 
-def test_a_task_and_an_algorithm_are_a_line_each():
+def test_tasks_and_algorithms_print_as_one_line():
     mine = task()
     data = "FederatedData(3 clients, 24 training and 24 test examples, 2 classes)"
     assert repr(mine) == f"Task('own', Network(Sequential, 50 parameters), {data})"

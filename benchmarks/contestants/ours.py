@@ -9,8 +9,9 @@ import fedprior
 from contestants.tasks import LR, Task
 from contestants.turns import Turns
 from fedprior.core.federated import FederatedData, Shards
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine, mode_of
-from fedprior.engines.settings import Settings, build
 
 
 def play(

@@ -15,7 +15,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.options import nearest, plain
 from fedprior.report.pareto import Reference
 from fedprior.report.records import Run, find_runs, read_run
-from fedprior.runs import asked, sweeps
+from fedprior.runs import asked
 from fedprior.runs.specs import Spec
 from fedprior.wire.precision import Wire
 from fedprior_experiments.reproduce import EXPERIMENTS
@@ -76,12 +76,6 @@ def _check(
     for given in (sparsities, wires, baselines):
         if len(set(given)) < len(given):
             raise SettingError(f"{', '.join(map(str, given))} names something twice")
-
-
-def train(specs: Sequence[Spec], watch: sweeps.Watch | None = None) -> list[tuple[Spec, sweeps.Outcome]]:
-    """Train the missing runs and return their outcomes. A run that diverges has no point in the figure."""
-    left = sweeps.unfinished(specs)
-    return list(zip(left, sweeps.train(left, watch), strict=True))
 
 
 def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:

@@ -26,7 +26,7 @@ def rates(optimisers: object) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["fedsparse", "fedsparse-unstructured", "fedsparse+scaffold"])
-def test_spike_and_slabs_settings_are_its_priors_and_its_optimisers(name: str) -> None:
+def test_spike_and_slabs_settings_reach_prior_and_optimisers(name: str) -> None:
     optimisers = {
         "local_optimiser": "SGD(lr=0.1)",
         "local_threshold_optimiser": "Adamax(lr=0.2)",
@@ -74,7 +74,7 @@ def test_spike_and_slabs_defaults_are_the_papers() -> None:
         ),
     ],
 )
-def test_the_settings_of_a_prior_arrive(name: str, settings: dict) -> None:
+def test_settings_reach_the_prior(name: str, settings: dict) -> None:
     optimisers = {"local_optimiser": "SGD(lr=0.1)", "server_optimiser": "SGD(lr=0.3)"}
     built = recorded_algorithm(name, NETWORK, {**settings, **optimisers})  # also where the network has no convolution
     assert {key: getattr(built.prior, key) for key in settings} == settings
@@ -85,7 +85,7 @@ def test_the_settings_of_a_prior_arrive(name: str, settings: dict) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, entry in ALGORITHMS.items() if "floor" in inspect.signature(entry.build).parameters]
 )
-def test_floor_and_average_arrive(name: str) -> None:
+def test_floor_and_average_reach_the_algorithm(name: str) -> None:
     gating = fedprior.algorithm(name, NETWORK, floor=2).prior.gating
     assert gating.least == 2
     if "average" in inspect.signature(ALGORITHMS[name].build).parameters:

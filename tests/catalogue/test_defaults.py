@@ -16,12 +16,12 @@ FORMED = ("fedavgm", "fedadam", "reptile")
 
 
 @pytest.mark.parametrize("name", [name for name in fedprior.ALGORITHMS if name not in FORMED])
-def test_every_server_goes_to_the_mean_by_default(name: str) -> None:
+def test_every_server_moves_to_the_mean_by_default(name: str) -> None:
     assert plain(algorithm_settings(name, {})["server_optimiser"]) in ("none", "SGD(lr=1.0)")
 
 
 @pytest.mark.parametrize("name", ["mnist-mini"])
-def test_a_tasks_compared_methods_have_one_server_step(name: str) -> None:
+def test_all_compared_methods_of_a_task_share_a_server_step(name: str) -> None:
     task = TASKS[name](0)
     steps = {settings["server_optimiser"] for settings in task.algorithms.values()}
     assert len(steps) == 1
@@ -56,7 +56,7 @@ def test_with_defaults_fedsparse_learns_what_fedavg_learns() -> None:
     assert accuracy["fedsparse"] > accuracy["fedavg"] - 0.06
 
 
-def test_an_algorithm_says_what_its_steps_are_taken_with() -> None:
+def test_an_algorithm_names_its_optimisers() -> None:
     network = digits().network
     sparse = fedprior.algorithm("fedsparse", network)
     assert sparse.steps == (

@@ -80,7 +80,7 @@ def shell(monkeypatch, capsys, tmp_path):
     return call
 
 
-def test_a_task_of_ones_own_is_run_resumed_evaluated_and_exported(shell, tmp_path, monkeypatch):
+def test_an_own_task_is_run_resumed_evaluated_and_exported(shell, tmp_path, monkeypatch):
     code, out, err = shell("run", "mine.py:make_task", "--seed", 3, "--set", "hidden=5", "--set", "epochs=2")
     assert code == 0, err
     run = tmp_path / "runs" / "make_task-fedavg-3"
@@ -109,7 +109,7 @@ def test_a_task_of_ones_own_is_run_resumed_evaluated_and_exported(shell, tmp_pat
     assert read_run("again").rounds[-1] == read_run(run).rounds[-1]
 
 
-def test_compare_and_sweep_take_it_too(shell, tmp_path):
+def test_compare_and_sweep_take_own_tasks(shell, tmp_path):
     code, _, err = shell("compare", "mine.py:make_task", "--algorithms", "fedavg,fedprox", "--set", "precision=0.2")
     assert code == 0, err
     assert (tmp_path / "runs" / "compare-make_task" / "table.md").is_file()
@@ -134,7 +134,7 @@ def test_compare_and_sweep_take_it_too(shell, tmp_path):
     assert "spread = 0.5, not 0.6" in err or "source_sha256" in err
 
 
-def test_a_file_that_has_changed_does_not_resume_its_runs(shell, tmp_path):
+def test_a_changed_file_does_not_resume_its_runs(shell, tmp_path):
     assert shell("run", "mine.py:make_task", "--out", "run")[0] == 0
     (tmp_path / "mine.py").write_text(GOOD + "\n# changed\n")
     code, _, err = shell("resume", "run", "--rounds", 3)
@@ -162,7 +162,7 @@ def test_a_file_that_has_changed_does_not_resume_its_runs(shell, tmp_path):
         ("fails.py:make_task", (), "fails.py, line 1: ModuleNotFoundError: No module named 'nonsense'"),
     ],
 )
-def test_a_wrong_file_function_or_setting_is_one_line(shell, tmp_path, name, settings, message):
+def test_a_wrong_file_function_or_setting_is_a_one_line_error(shell, tmp_path, name, settings, message):
     (tmp_path / "wrong.py").write_text("x = 1\ndef make_task(:\n")
     (tmp_path / "fails.py").write_text("import nonsense\n")
     code, _, err = shell("run", name, *(word for text in settings for word in ("--set", text)))

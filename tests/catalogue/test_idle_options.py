@@ -80,7 +80,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_a_setting_without_effect_is_refused_where_it_is_asked_for_and_resumed_where_it_was_recorded(case):
+def test_an_idle_setting_is_refused_in_new_runs_and_resumed_in_old_ones(case):
     name, given, network, more, other, words = IDLE[case]
     with pytest.raises(SettingError, match=f"has no effect: .*{words}") as caught:
         fedprior.algorithm(name, network, **given)
@@ -97,12 +97,12 @@ def test_a_setting_without_effect_is_refused_where_it_is_asked_for_and_resumed_w
         ({"partition": "column", "column": "writer", "clients": 7}, "clients=7 has no effect: partition=column"),
     ],
 )
-def test_an_option_of_a_task_without_effect_is_refused_before_data_is_looked_for(given, words):
+def test_an_idle_task_option_is_refused_before_data_are_loaded(given, words):
     with pytest.raises(SettingError, match=words):
         fedprior.task("hub", dataset="nobody/nothing", **given)
 
 
-def test_what_a_task_has_as_usual_is_not_refused_beside_what_was_asked_for():
+def test_a_tasks_usual_settings_are_never_refused_as_idle():
     """mnist-mini has a rate for the server's thresholds; the closed-form M-step does without it."""
     usual = {"server_threshold_optimiser": "Adamax(lr=0.0175)"}
     assert asked_algorithm("fedsparse", LINEAR, {"server_optimiser": "none"}, usual).server is None
@@ -116,7 +116,7 @@ def test_nothing_is_refused_at_its_default():
         check_effect(options_of(build), resolve(build, {}, name))
 
 
-def test_every_setting_says_what_it_is_and_those_of_the_machine_are_known_to_the_report():
+def test_every_setting_is_described_and_the_report_knows_machine_settings():
     factories = [*(entry(name).build for name in ALGORITHMS), *TASKS.values()]
     known = [*RUN_OPTIONS.values(), *(option for factory in factories for option in options_of(factory).values())]
     assert {option.name for option in known if option.about.machine} == MACHINE

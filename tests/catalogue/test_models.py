@@ -27,7 +27,7 @@ from fedprior.core.trainable import check_trainable
         (LogisticRegression(5, 2), (5,), 2),
     ],
 )
-def test_outputs_have_one_row_an_example_and_one_column_a_class(model, shape, classes):
+def test_outputs_have_a_row_per_example_and_a_column_per_class(model, shape, classes):
     out = model(torch.randn(2, *shape))
     assert out.shape == (2, classes)
     assert bool(out.isfinite().all())
@@ -53,7 +53,7 @@ def test_resnet20_has_as_many_parameters_with_either_norm():
         ResNet20(norm="layer")
 
 
-def test_lenet5_is_the_chain_that_the_papers_byte_counts_pin():
+def test_lenet5_is_the_network_that_the_papers_byte_counts_imply():
     model = LeNet5(1, 16, 4)
     x = torch.randn(3, 1, 16, 16)
     w = dict(model.named_parameters())
@@ -100,7 +100,7 @@ def test_weights_are_a_function_of_scheme_and_seed_alone(scheme):
 
 
 @pytest.mark.parametrize("scheme", INITIALISATIONS)
-def test_initialising_leaves_the_global_generator_where_it_was(scheme):
+def test_initialising_does_not_touch_the_global_generator(scheme):
     torch.manual_seed(9)
     before = torch.get_rng_state()
     initialise(build, scheme, 0)
@@ -132,7 +132,7 @@ def test_he_is_normal_with_its_variance():
         assert not found[f"{name}.bias"].any()
 
 
-def test_schemes_do_not_touch_norms():
+def test_schemes_do_not_change_norms():
     for scheme in INITIALISATIONS:
         model = initialise(lambda: ResNet20(classes=5), scheme, 0)
         assert bool((model.norm.weight == 1).all())
@@ -162,7 +162,7 @@ def test_an_unknown_scheme_is_refused_with_the_known_ones():
     ],
     ids=str,
 )
-def test_statistics_without_a_meaning_are_refused_with_a_reason_and_an_alternative(norm, reason, remedy):
+def test_meaningless_statistics_are_refused_with_reason_and_alternative(norm, reason, remedy):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(nn.ReLU(), norm))
     with pytest.raises(ModelError) as refusal:
         check_trainable(model)
@@ -183,7 +183,7 @@ BATCH_NORMS = [
 
 
 @pytest.mark.parametrize("norm", [*NORMS, *BATCH_NORMS])
-def test_other_norms_are_welcome(norm):
+def test_other_norms_are_accepted(norm):
     check_trainable(nn.Sequential(nn.Conv2d(1, 4, 3), norm))
 
 

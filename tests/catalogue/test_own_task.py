@@ -57,7 +57,7 @@ def everyone(clients):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_regression_has_a_held_out_loss_and_ones_own_metrics_and_no_accuracy(mode):
+def test_a_regression_has_a_held_out_loss_and_own_metrics_but_no_accuracy(mode):
     clients = regression(2)
     task = fedprior.own_task(
         seeded(lambda: nn.Linear(3, 2)),
@@ -79,7 +79,7 @@ def test_a_regression_has_a_held_out_loss_and_ones_own_metrics_and_no_accuracy(m
         assert all(math.isfinite(record[f"local_{name}"]) for name in truth)
 
 
-def test_local_scores_are_means_over_clients_of_what_each_last_sent():
+def test_local_scores_are_means_over_the_models_that_clients_last_sent():
     """With one local step of rate zero everybody sends the model it got, so the truth needs no training."""
     clients = regression()
     module = seeded(lambda: nn.Linear(3, 1))
@@ -96,7 +96,7 @@ def test_local_scores_are_means_over_clients_of_what_each_last_sent():
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
-def test_one_logit_with_bce_has_no_accuracy_but_a_metric_may_say_what_it_is():
+def test_a_single_logit_has_no_accuracy_but_may_have_it_as_a_metric():
     draw = generator()
     x = torch.randn(40, 3, generator=draw)
     y = (x[:, 0] > 0).long()
@@ -116,7 +116,7 @@ def test_one_logit_with_bce_has_no_accuracy_but_a_metric_may_say_what_it_is():
         assert summary["global_loss"] > 0
 
 
-def test_whole_numbers_that_are_no_classes_of_the_outputs_train_with_a_loss_of_ones_own():
+def test_integers_that_are_not_classes_train_with_an_own_loss():
     """Counts beyond the outputs, and signs: both were refused as labels, or would have been counted by class."""
     x = torch.randn(12, 3, generator=generator())
     counts, signs = torch.arange(12) * 10**9, torch.tensor([-1, 1] * 6)
@@ -129,7 +129,7 @@ def test_whole_numbers_that_are_no_classes_of_the_outputs_train_with_a_loss_of_o
         assert "global_accuracy" not in fedprior.run(task, "fedavg").summary
 
 
-def test_labels_with_a_loss_of_ones_own_keep_their_accuracy():
+def test_labels_with_an_own_loss_keep_their_accuracy():
     x = torch.randn(30, 3, generator=generator())
     y = x.argmax(1)
     clients = [(x[i : i + 6], y[i : i + 6], x[i + 6 : i + 10], y[i + 6 : i + 10]) for i in (0, 10, 20)]
@@ -169,7 +169,7 @@ def sequences(length=5, ignored=False):
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_sequences_have_the_mean_loss_and_accuracy_of_their_places(mode, last, ignored):
+def test_sequences_have_the_mean_loss_and_accuracy_of_their_positions(mode, last, ignored):
     clients = sequences(ignored=ignored)
     result = fedprior.run(fedprior.own_task(seeded(lambda: Tokens(last)), clients, **QUICK), "fedavg", mode=mode)
     x, y = everyone(clients)
@@ -186,7 +186,7 @@ def test_sequences_have_the_mean_loss_and_accuracy_of_their_places(mode, last, i
     assert result.records[-1]["train_loss"] < result.records[0]["train_loss"]
 
 
-def test_a_language_models_own_loss_may_give_one_number_a_token():
+def test_a_language_models_loss_may_give_one_number_per_token():
     def tokens(outputs, targets):
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
 
@@ -197,7 +197,7 @@ def test_a_language_models_own_loss_may_give_one_number_a_token():
     )
 
 
-def test_sequences_as_long_as_there_are_classes_have_no_accuracy_and_need_a_loss_of_ones_own():
+def test_ambiguous_sequences_have_no_accuracy_and_need_an_own_loss():
     clients = sequences(length=7)
     with pytest.raises(ModelError, match="which is which by a loss of your own"):
         fedprior.own_task(seeded(Tokens), clients)
@@ -286,13 +286,13 @@ def test_tables_and_reports_show_the_loss_and_metrics_where_there_is_no_accuracy
         ({"mae": lambda o, y: torch.tensor(float((o - y).mean()))}, "metric 'mae' cannot be computed with torch"),
     ],
 )
-def test_a_metric_that_is_none_is_refused_at_once(metrics, message):
+def test_an_invalid_metric_is_refused_at_once(metrics, message):
     with pytest.raises((SettingError, ModelError), match=message) as caught:
         fedprior.own_task(nn.Linear(3, 1).double(), regression(), loss=nn.MSELoss(reduction="none"), metrics=metrics)
     assert "\n" not in str(caught.value)
 
 
-def test_a_loss_that_mixes_the_examples_by_broadcasting_is_refused():
+def test_a_loss_that_broadcasts_across_examples_is_refused():
     x, y, *_ = regression()[0]
     with pytest.raises(ModelError, match="differ in shape"):
         fedprior.own_task(nn.Linear(3, 1).double(), [(x, y[:, 0])], loss=lambda o, y: (o - y) ** 2)

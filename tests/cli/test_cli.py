@@ -74,7 +74,7 @@ def tasks(monkeypatch, small_task):
 # ---------------------------------------------------------------------- what works
 
 
-def test_run_leaves_a_folder_and_prints_its_numbers(shell, tmp_path):
+def test_run_writes_a_folder_and_prints_its_numbers(shell, tmp_path):
     code, out, err = shell(
         *("run", "tiny", "--algorithm", "fedprox", "--rounds", 3, "--seed", 4, "--clients-per-round", 2),
         *("--device", "cpu", "--out", "mine", "--label", "prox-strong", "--set", "precision=0.5", "--set", "size=7"),
@@ -148,7 +148,7 @@ def test_the_command_on_the_page_repeats_the_run(shell, tmp_path):
         assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
 
 
-def test_the_command_says_a_general_default_where_the_task_has_another(tmp_path):
+def test_the_repeat_command_names_a_default_that_the_task_overrides(tmp_path):
     task = fedprior.task("mnist-mini", clients=3)
     general = fedprior.algorithm("fedavg", task.network)  # without the Adam that the task has for it
     fedprior.run(task, general, rounds=1, clients_per_round=1, local_steps=1, batch_size=32, out=tmp_path / "run")
@@ -158,7 +158,7 @@ def test_the_command_says_a_general_default_where_the_task_has_another(tmp_path)
     assert "batch_size=32" in words
 
 
-def test_labels_and_paths_may_hold_anything(shell, tmp_path):
+def test_labels_and_paths_may_contain_any_characters(shell, tmp_path):
     label = '[/b] """ | \\ {x} [bold]'
     code, out, err = shell("run", "tiny", "--algorithm", "fedsparse", "--out", "[a]", "--label", label)
     assert (code, err) == (0, "")
@@ -210,7 +210,7 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         assert words in err
 
 
-def test_a_lambda0_at_the_watershed_is_warned_of_in_one_line(shell, small_task):
+def test_a_lambda0_at_the_watershed_causes_a_one_line_warning(shell, small_task):
     """κ logit 0.99 = 4.6e-4; of three layers the one whose groups have n weights is warned of at λ₀ = 4.6e-4 / n."""
     sizes = fedprior.algorithm("fedsparse", small_task().network).prior.gating.sizes()
     layer, n = max(sizes.items(), key=lambda one: one[1])
@@ -263,8 +263,8 @@ def test_export_predict_and_evaluate(shell, tmp_path, monkeypatch):
     assert "pip install 'fedprior[export]'" in shell("export", "run", "--to", "other", "--onnx")[2]
 
 
-def test_pixels_are_predicted_and_evaluated_and_doubts_are_one_line(shell, tmp_path, monkeypatch, small_task):
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+def test_doubtful_pixels_cause_a_one_line_warning(shell, tmp_path, monkeypatch, small_task):
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task = small_task()
     scale = Scale((0.4,), (0.2,))
     monkeypatch.setitem(
@@ -291,7 +291,7 @@ def test_pixels_are_predicted_and_evaluated_and_doubts_are_one_line(shell, tmp_p
     assert err.startswith("error: real.npy holds numbers from 0 to 255")
 
 
-def test_watch_shows_how_things_stand(shell):
+def test_watch_shows_the_current_state(shell):
     shell("run", "tiny", "--out", "run")
     code, out, err = shell("watch", "run", "--once")
     assert (code, err) == (0, "")
@@ -299,7 +299,7 @@ def test_watch_shows_how_things_stand(shell):
     assert "finished" in out
 
 
-def test_tensorboard_is_an_option_and_says_how_to_get_it(shell, tmp_path, monkeypatch):
+def test_tensorboard_is_optional_and_its_error_says_how_to_install_it(shell, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     code, _, err = shell("run", "tiny", "--out", "run", "--tensorboard", "board")
     assert (code, err.count("\n")) == (2, 1)
@@ -321,7 +321,7 @@ def test_without_out_folders_are_numbered_and_never_reused(shell, tmp_path):
     assert names == {"tiny-fedavg-0", "tiny-fedavg-0-2", "compare-tiny", "compare-tiny-2"}
 
 
-def test_resume_goes_on_and_prints_the_table(shell, tmp_path):
+def test_resume_continues_and_prints_the_table(shell, tmp_path):
     shell("run", "tiny", "--out", "whole", "--set", "checkpoint_every=2")
     shell("run", "tiny", "--out", "run", "--set", "checkpoint_every=2")
     for name in ("summary.json", "model.safetensors", "checkpoint.safetensors"):
@@ -359,7 +359,7 @@ def test_set_reaches_every_option_that_has_a_flag(shell, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**63 - 1])
-def test_any_seed_of_64_bits_is_a_seed(shell, seed):
+def test_any_64_bit_seed_is_accepted(shell, seed):
     assert (
         shell("run", "mnist-mini", "--seed", seed, "--rounds", 1, "--set", "clients=5000", "--set", "alpha=1e6")[0] == 0
     )
@@ -435,7 +435,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing(shell, tmp_path, case):
+def test_bad_input_is_one_line_with_exit_code_2_and_leaves_no_files(shell, tmp_path, case):
     arguments, words = BAD[case]
     code, out, err = shell(*arguments)
     assert code == 2
@@ -462,7 +462,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_leaves_nothing(shell, tmp_pat
         ("frontier", "device", "cpu"),
     ],
 )
-def test_a_setting_that_has_an_option_is_given_once(shell, tmp_path, command, option, value):
+def test_a_setting_with_an_option_cannot_be_given_twice(shell, tmp_path, command, option, value):
     """`--rounds 1 --set rounds=5` ran 5; also where both say the same, or what is the default."""
     flag = f"--{option.replace('_', '-')}"
     for order in (1, -1):
@@ -480,7 +480,7 @@ def test_set_twice_with_two_values_is_refused(shell, tmp_path):
     assert shell("run", "tiny", "--out", "mine", "--set", "rounds=1", "--set", "rounds=1")[0] == 0
 
 
-def test_without_a_terminal_there_is_a_line_every_few_seconds(shell, monkeypatch):
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(shell, monkeypatch):
     """The clock goes by two seconds whenever somebody looks."""
     clock = itertools.count(0, 2)
     monkeypatch.setattr("fedprior.report.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -502,7 +502,7 @@ def test_debug_adds_the_traceback(shell, place):
     assert err.splitlines()[-1] == "error: rounds must be at least 1, got 0"
 
 
-def test_a_folder_that_exists_is_left_alone(shell, tmp_path):
+def test_an_existing_folder_is_not_overwritten(shell, tmp_path):
     shell("run", "tiny", "--rounds", 1, "--out", "mine")
     shell("compare", "tiny", "--rounds", 1, "--algorithms", "fedavg", "--out", "both")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -528,11 +528,11 @@ def test_a_folder_that_exists_is_left_alone(shell, tmp_path):
         (("frontier", "tiny", "--wires", "int8", "--sparsities", "0.5", "--out", "all"), "all/fedl1/seed-0"),
     ],
 )
-def test_a_folder_that_another_process_trains_is_one_line_and_left_alone(shell, tmp_path, monkeypatch, command, first):
+def test_a_folder_in_use_by_another_process_is_a_one_line_error(shell, tmp_path, monkeypatch, command, first):
     """The second of two terminals; of a sweep, nothing is trained when any of its runs is another's."""
     with locks.alone_in([tmp_path / first]):
         with monkeypatch.context() as later:  # `compare` refuses a folder that is there when it begins
-            later.setattr("fedprior.cli.train._check_unused", lambda folders: None)
+            later.setattr("fedprior.cli.runs._check_unused", lambda folders: None)
             code, _, err = shell(*command)
         assert (code, err.count("\n")) == (2, 1)
         assert f"{first} is being trained by process {os.getpid()} on " in err
@@ -540,7 +540,7 @@ def test_a_folder_that_another_process_trains_is_one_line_and_left_alone(shell, 
     assert shell(*command)[::2] == (0, "")
 
 
-def test_a_broken_or_foreign_checkpoint_is_one_line_and_nothing_is_lost(shell, tmp_path):
+def test_a_broken_or_foreign_checkpoint_is_a_one_line_error_and_nothing_is_lost(shell, tmp_path):
     shell("run", "tiny", "--algorithm", "fedsparse", "--out", "mine")
     shell("run", "tiny", "--algorithm", "fedavg", "--out", "other")
     path = tmp_path / "mine" / "checkpoint.safetensors"
@@ -592,7 +592,7 @@ print(*(name for name in ("torch", "numpy", "matplotlib") if name in sys.modules
 """
 
 
-def test_version_and_help_come_without_torch():
+def test_version_and_help_do_not_import_torch():
     """Which takes seconds."""
     commands = ("--version", "--help", "algorithms --help", "run --help", "reproduce --help", "export --help")
     for command in commands:
@@ -603,7 +603,7 @@ def test_version_and_help_come_without_torch():
         assert done.stdout
 
 
-def test_help_names_what_there_is():
+def test_help_lists_tasks_and_algorithms():
     """Written down in the command line, which does not import it."""
     assert experiments.EXPERIMENTS.split(", ") == list(EXPERIMENTS)
     assert set(experiments.BASELINES.split(",")) <= set(fedprior.ALGORITHMS)
@@ -618,7 +618,7 @@ def test_importing_the_package_builds_no_optimiser():
     assert done.stdout == "False\n"
 
 
-def test_the_package_has_all_that_it_names():
+def test_the_package_has_every_name_it_exports():
     assert set(fedprior.__all__) <= set(dir(fedprior))
     for name in fedprior.__all__:
         assert getattr(fedprior, name) is not None
@@ -627,7 +627,7 @@ def test_the_package_has_all_that_it_names():
         _ = fedprior.nothing
 
 
-def test_presets_would_be_accepted_if_they_were_tried():
+def test_presets_pass_the_checks_they_skip():
     presets = {
         str(value): value
         for name in fedprior.ALGORITHMS
@@ -638,7 +638,7 @@ def test_presets_would_be_accepted_if_they_were_tried():
         assert fedprior.Optimiser(preset.name, preset.settings) == preset
 
 
-def test_as_a_program_it_stops_on_interrupt_with_a_line_and_can_be_resumed(tmp_path):
+def test_an_interrupted_program_prints_one_line_and_can_be_resumed(tmp_path):
     command = [sys.executable, "-m", "fedprior", "run", "mnist-mini", "--out", str(tmp_path / "run")]
     command += ["--rounds", "500", "--clients-per-round", "1", "--set", "clients=500", "--set", "checkpoint_every=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

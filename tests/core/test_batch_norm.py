@@ -57,7 +57,7 @@ def torchs_own(net: Network, params: Params, x: Tensor, y: Tensor) -> tuple[Tens
 
 # ---------------------------------------------------------------------- one batch
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}], ids=str)
-def test_training_is_that_of_torchs_own(options):
+def test_training_equals_torchs(options):
     net = network(**options)
     params = {name: p.requires_grad_() for name, p in net.params().items()}
     x, y = examples(7)
@@ -81,7 +81,7 @@ def test_no_buffer_of_the_module_changes():
 
 
 @pytest.mark.parametrize("real", [1, 3, 6])
-def test_padding_enters_no_statistic(real):
+def test_padding_does_not_enter_statistics(real):
     net = network()
     params = {name: p.requires_grad_() for name, p in net.params().items()}
     x, y = examples(6)
@@ -114,7 +114,7 @@ def test_under_vmap_each_client_has_its_own_statistics():
             torch.testing.assert_close(a[i], b)
 
 
-def test_what_is_found_is_what_torch_would_have_stored():
+def test_measured_statistics_equal_those_torch_would_store():
     net, (x, y) = network(), examples(9)
     _, found = net.training_with_statistics(net.params(), x, y, None, keys.key(0))
     _, module = torchs_own(net, net.params(), x, y)
@@ -122,7 +122,7 @@ def test_what_is_found_is_what_torch_would_have_stored():
     torch.testing.assert_close(found["variance"], torch.cat([module.norm.running_var, module.norm1.running_var]))
 
 
-def test_predictions_with_statistics_do_not_depend_on_the_batch_and_without_do():
+def test_only_without_statistics_do_predictions_depend_on_the_batch():
     net, (x, _) = network(), examples(6)
     shipped = {**net.params(), **{k: v for k, v in net.statistics().items() if k != "count"}}
     shipped["norm.running_mean"] += 0.3
@@ -134,7 +134,7 @@ def test_predictions_with_statistics_do_not_depend_on_the_batch_and_without_do()
     assert not torch.allclose(net.predict(net.params(), x)[:2], net.predict(net.params(), x[:2]))
 
 
-def test_what_is_measured_is_what_reaches_each_norm_in_training():
+def test_measured_statistics_are_those_that_reach_each_norm_in_training():
     net, (x, _) = network(), examples(8)
     seen = []
     module = Net().to(D).train()
@@ -160,7 +160,7 @@ class Functional(nn.Module):
         return F.batch_norm(self.fc(x), getattr(self, self.name), self.running_var, training=self.training)
 
 
-def test_the_plain_function_is_seen_as_well():
+def test_calls_of_the_plain_function_are_intercepted():
     net = Network(Functional(), torch.zeros(5))
     x = torch.randn(6, 5)
     assert list(net.statistics()) == ["running_mean", "running_var", "count"]

@@ -15,8 +15,9 @@ from fedprior import wire
 from fedprior.catalogue.models import ResNet20
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError, ModelError, SettingError
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.runs.budget import run_bytes
 from fedprior.units import find_structure
@@ -130,14 +131,14 @@ def test_deeper_norms_are_measured_on_all_of_a_clients_examples_at_once():
     found = sim.server["statistics"]
     (client,) = (c for c in range(5) if sim.data.train.size(c) == int(found["count"]))
     examples = sim.data.x[sim.data.train[client]]
-    assert sim.schedule.batch_size < len(examples) <= 8 * sim.schedule.batch_size
+    assert sim.workload.batch_size < len(examples) <= 8 * sim.workload.batch_size
     module(examples)
     unbiased = len(examples) / (len(examples) - 1)
     torch.testing.assert_close(found["norm1.running_mean"], module.norm1.running_mean)
     torch.testing.assert_close(found["norm1.running_var"] * unbiased, module.norm1.running_var)
 
 
-def test_momentum_keeps_a_part_of_what_was_known_but_nothing_of_what_was_not():
+def test_momentum_keeps_part_of_known_statistics_and_none_of_unknown_ones():
     slow, quick = simulate(statistics_momentum=0.25), simulate()
     for round_ in range(2):
         before = {name: value.clone() for name, value in slow.server["statistics"].items()}
@@ -148,7 +149,7 @@ def test_momentum_keeps_a_part_of_what_was_known_but_nothing_of_what_was_not():
             torch.testing.assert_close(slow.server["statistics"][name], before[name] + share * (now - before[name]))
 
 
-def test_running_averages_are_torchs(monkeypatch):
+def test_running_averages_equal_torchs(monkeypatch):
     """One client, whose training torch repeats with modules of its own."""
     task = make_task()
     for norm in (task.network.module.norm, task.network.module.norm1):
@@ -176,7 +177,7 @@ def test_running_averages_are_torchs(monkeypatch):
 
 
 @pytest.mark.parametrize("wire_", ["float32", "int8/int4"])
-def test_statistics_travel_in_full_and_are_counted(wire_):
+def test_statistics_travel_in_full_precision_and_are_counted(wire_):
     with_, without = (simulate(statistics=kind, wire=wire_, entropy=False) for kind in ("shared", "batch"))
     one, other = with_.step(evaluate=False), without.step(evaluate=False)
     extra = 3 * 8 * (2 * CHANNELS + 1)
@@ -184,7 +185,7 @@ def test_statistics_travel_in_full_and_are_counted(wire_):
     torch.testing.assert_close(with_.server["weights"], without.server["weights"], rtol=0, atol=0)
 
 
-def test_rows_of_closed_units_stay_at_home():
+def test_rows_of_closed_units_are_not_sent():
     task = make_task()
     chosen = algorithm("feddrop", task)
     server = chosen.init(task.network.params(), task.network.statistics())
@@ -206,7 +207,7 @@ def test_rows_of_closed_units_stay_at_home():
 
 
 # ---------------------------------------------------------------------- what comes out
-def test_the_finished_model_predicts_as_it_was_evaluated(tmp_path):
+def test_the_finished_model_predicts_as_evaluated(tmp_path):
     task = make_task()
     result = fedprior.run(task, "fedavg", out=tmp_path / "run")
     rows = task.data.test.rows.unique()
@@ -222,7 +223,7 @@ def test_the_finished_model_predicts_as_it_was_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["batch", "local"])
-def test_a_server_without_statistics_is_not_exported_and_a_clients_own_network_is(kind, tmp_path):
+def test_without_shared_statistics_only_personal_models_are_exported(kind, tmp_path):
     task = make_task(torch.float32)
     result = fedprior.run(task, "fedavg", statistics=kind, rounds=1)
     with pytest.raises(ModelError, match=r"'norm' has no statistics to export.*statistics=shared"):
@@ -270,7 +271,7 @@ def test_a_client_whose_statistics_are_not_finite_is_named(kind):
         torch.testing.assert_close(sim.server, before)
 
 
-def test_settings_that_are_none_are_refused():
+def test_invalid_statistics_settings_are_refused():
     for settings, text in (
         ({"statistics": "mine"}, "statistics must be shared, local or batch, got 'mine'"),
         ({"report_statistics": "all"}, "report_statistics must be received, running or final, got 'all'"),
@@ -288,7 +289,7 @@ def test_norms_without_an_affine_part_train_and_are_refused_for_gates():
         fedprior.algorithm("fedsparse", task.network)
 
 
-def test_code_of_ones_own_needs_shared_statistics():
+def test_custom_norm_code_needs_shared_statistics():
     clients = [(torch.randn(6, 5), torch.randint(3, (6,))) for _ in range(2)]
     task = fedprior.own_task(Functional(), clients, clients_per_round=2, batch_size=3, device="cpu")
     result = fedprior.run(task, "fedavg", rounds=1)
@@ -297,7 +298,7 @@ def test_code_of_ones_own_needs_shared_statistics():
         fedprior.run(task, "fedavg", rounds=1, statistics="batch")
 
 
-def test_a_layer_that_is_called_twice_has_the_statistics_of_both():
+def test_a_layer_called_twice_pools_both_statistics():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -313,7 +314,7 @@ def test_a_layer_that_is_called_twice_has_the_statistics_of_both():
     torch.testing.assert_close(found["variance"], union.var(0, correction=0))
 
 
-def test_a_budget_foresees_the_statistics():
+def test_a_budget_includes_the_statistics():
     task = make_task()
     chosen = fedprior.algorithm("fednarrow", task.network, sparsity=0.3, dense_rounds=0)
     settings = Settings(**{**task.defaults, "rounds": 1})
@@ -329,7 +330,7 @@ def test_units_are_found_as_with_group_norm():
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm])
-def test_attackers_and_norms_of_several_devices(kind):
+def test_attackers_train_with_any_norm(kind):
     task = make_task()
     task.network.module.norm = kind(4).double()
     result = fedprior.run(task, "fedmedian", rounds=1, attack="sign-flip", attackers=0.4)

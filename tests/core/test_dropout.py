@@ -72,7 +72,7 @@ def run(kind, mode, algorithm="fedavg", **settings):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in RECURRENT])
-def test_attention_with_dropout_trains_alike_in_turn_and_vectorised(kind):
+def test_attention_with_dropout_trains_the_same_in_turn_and_vectorised(kind):
     one, other = run(kind, "in-turn"), run(kind, "vectorised")
     for a, b in zip(one.records, other.records, strict=True):
         assert a == pytest.approx(b, abs=1e-9)
@@ -83,7 +83,7 @@ def test_attention_with_dropout_trains_alike_in_turn_and_vectorised(kind):
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_networks_with_dropout_train_in_turn_and_say_that_they_cannot_be_vectorised(kind):
+def test_recurrent_networks_with_dropout_train_only_in_turn(kind):
     one, again = run(kind, "auto"), run(kind, "in-turn", workers=1)
     assert one.records == again.records
     assert one.summary["mode"] == "in-turn"
@@ -101,7 +101,7 @@ def test_every_kind_of_ungated_algorithm_trains_them(kind, algorithm):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_draw_is_the_keys_and_torchs_generator_is_left_alone(kind):
+def test_draws_come_from_the_key_and_not_from_torchs_generator(kind):
     network, (x, y, *_) = Network(tokens(kind), torch.zeros(5, dtype=torch.int64)), sequences()[0]
     state = torch.random.get_rng_state()
     first, again, other = (network.training_losses(network.params(), x, y, keys.key(k)) for k in (1, 1, 2))
@@ -112,7 +112,7 @@ def test_the_draw_is_the_keys_and_torchs_generator_is_left_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_dropout_it_is_what_torch_computes(kind):
+def test_without_dropout_it_equals_torch(kind):
     """Its own masks cannot be compared: only what is left when there are none, with every weight's gradient."""
     x = sequences()[0][0]
     plain = tokens(kind, 0.0).train()
@@ -140,7 +140,7 @@ def test_dropped_attention_is_unbiased_and_drops_the_share_asked_for():
     assert float((found == 0).double().mean()) == pytest.approx(0.3, abs=4e-3)
 
 
-def test_an_lstms_dropout_is_between_its_layers_alone():
+def test_an_lstms_dropout_is_only_between_layers():
     """The first layer's outputs are not dropped where it is the only one, nor the last one's anywhere."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_an_lstms_dropout_is_between_its_layers_alone():
     assert torch.allclose(out, second(below * mask)[0], atol=1e-6)
 
 
-def test_packed_sequences_are_dropped_too():
+def test_dropout_works_on_packed_sequences():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gru = nn.GRU(3, 4, 2, dropout=0.5)

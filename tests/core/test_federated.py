@@ -55,7 +55,7 @@ def refused(clients, match, **options):
     assert "\n" not in str(caught.value)
 
 
-def test_no_clients_at_all_are_refused():
+def test_zero_clients_are_refused():
     refused([], "no clients")
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_run_on_the_data_is_refused():
         fedprior.own_task(torch.nn.Linear(3, 2), [(torch.ones(2, 3), torch.ones(2))])
 
 
-def test_real_targets_train_with_a_loss_of_ones_own():
+def test_real_targets_train_with_an_own_loss():
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
     y = x @ torch.tensor([1.0, -2.0, 0.5])
     task = fedprior.own_task(
@@ -149,13 +149,13 @@ def test_a_batch_norm_that_stores_nothing_is_refused_with_a_remedy():
         fedprior.own_task(model, [client(3)])
 
 
-def test_a_loss_must_give_one_number_an_example():
+def test_a_loss_must_give_one_number_per_example():
     """A mean over the batch would count padding."""
     with pytest.raises(ModelError, match="one number an example"):
         fedprior.own_task(torch.nn.Linear(3, 2), [client(3)], loss=torch.nn.functional.cross_entropy)
 
 
-def test_targets_of_another_shape_need_a_loss_of_ones_own_and_have_no_accuracy():
+def test_targets_of_another_shape_need_an_own_loss_and_have_no_accuracy():
     x = torch.randn(6, 3)
     with pytest.raises(DataError, match="give one label an example"):
         fedprior.own_task(torch.nn.Linear(3, 2), [(x, torch.zeros(6, 1, dtype=torch.int64))])

@@ -35,7 +35,7 @@ def tree(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     with room_for(10), refused(path):
         files.write_atomically(path, "x" * 11)
@@ -52,7 +52,7 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path):
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_line_is_whole_or_not_there(tmp_path):
+def test_a_line_is_appended_completely_or_not_at_all(tmp_path):
     path = tmp_path / "lines"
     files.append_line(path, "first")
     with room_for(9), refused(path):
@@ -62,14 +62,14 @@ def test_a_line_is_whole_or_not_there(tmp_path):
     assert path.read_text() == "first\nsecond\n"
 
 
-def test_a_disk_without_room_for_a_name_keeps_no_folder(small_task, tmp_path):
+def test_a_full_disk_leaves_no_empty_folder(small_task, tmp_path):
     with room_for(0), pytest.raises(RunError, match=r"cannot write to .*run: File too large"):
         fedprior.run(small_task(), "fedavg", out=tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["config.toml", "partition.json", "rounds.jsonl", "checkpoint.safetensors"])
-def test_a_run_on_a_full_disk_names_the_file_and_can_go_on(small_task, tmp_path, name):
+def test_a_run_on_a_full_disk_names_the_file_and_can_be_resumed(small_task, tmp_path, name):
     task, run = small_task(rounds=6, checkpoint_every=6, evaluate_every=1), tmp_path / "run"
     whole = fedprior.run(task, "fedavg", out=tmp_path / "whole")
     room = (tmp_path / "whole" / name).stat().st_size - 1
@@ -88,7 +88,7 @@ def test_a_run_on_a_full_disk_names_the_file_and_can_go_on(small_task, tmp_path,
     assert (run / "rounds.jsonl").read_text() == (tmp_path / "whole" / "rounds.jsonl").read_text()
 
 
-def test_a_report_is_whole_or_as_it_was(small_task, tmp_path):
+def test_a_report_is_replaced_completely_or_not_at_all(small_task, tmp_path):
     run = tmp_path / "run"
     fedprior.run(small_task(), "fedavg", out=run)
     page = tmp_path / "report.html"
@@ -110,7 +110,7 @@ def test_a_report_is_whole_or_as_it_was(small_task, tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_an_export_is_whole_or_not_there(small_task, tmp_path):
+def test_an_export_is_complete_or_absent(small_task, tmp_path):
     task = small_task()
     result = fedprior.run(task, "fedavg")
     with room_for(1000), refused(tmp_path / "small"):

@@ -115,7 +115,7 @@ def test_two_threads_of_one_process_are_two_writers(small_task, tmp_path):
     assert len(refusals) == 1
 
 
-def test_a_file_that_its_last_holder_removes_locks_nothing(tmp_path, monkeypatch):
+def test_a_removed_lock_file_locks_nothing(tmp_path, monkeypatch):
     """Between opening the file and locking it: whoever comes third would make a new one and hold that."""
     lock, removed = locks._lock, []
 
@@ -131,7 +131,7 @@ def test_a_file_that_its_last_holder_removes_locks_nothing(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch, number):
+def test_a_disk_without_locks_causes_a_warning(tmp_path, monkeypatch, number):
     def refuse(file, how):
         raise OSError(number, os.strerror(number))
 
@@ -141,14 +141,14 @@ def test_a_disk_without_locks_is_said_and_used(tmp_path, monkeypatch, number):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
 
 
-def test_what_nothing_came_of_is_not_left_behind(small_task, tmp_path, monkeypatch):
+def test_a_failed_start_leaves_no_files(small_task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(fedprior.SettingError, match="not available"):
         fedprior.run(small_task(), "fedavg", out=Path("runs/new/run"), device="cuda:99")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+def test_an_impossible_folder_is_a_one_line_error(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(RunError, match=r"cannot write to .*file/run: Not a directory"),

@@ -86,7 +86,7 @@ def test_dropout_is_a_function_of_its_key(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_dropout_and_total_dropout_are_what_torch_makes_of_them(kind):
+def test_rates_zero_and_one_equal_torchs(kind):
     assert bool((masks(kind, 0.0, keys.key(0)) == 1).all())
     assert bool((masks(kind, 1.0, keys.key(0)) == 0).all())
 
@@ -100,7 +100,7 @@ def test_predict_has_no_dropout(kind):
     assert torch.equal(network.predict(network.params(), x), x)
 
 
-def test_two_dropouts_of_one_network_are_drawn_apart():
+def test_two_dropout_layers_have_independent_draws():
     network = Network(Mask(lambda s, x: torch.stack([F.dropout(x), F.dropout(x)], 1)), torch.ones(200), output_itself)
     drawn = []
     for place in range(2):

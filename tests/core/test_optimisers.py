@@ -49,7 +49,7 @@ def same(a: Tree, b: Tree) -> bool:
 
 
 @pytest.mark.parametrize("text", [*CASES, "Adam(lr=0.001, betas=(0.9, 0.99))", "SGD()", "Adafactor(lr=0.01)"])
-def test_text_survives_parsing(text):
+def test_optimisers_survive_printing_and_parsing(text):
     optimiser = Optimiser.parse(text)
     assert str(optimiser) == text
     assert Optimiser.parse(str(optimiser)) == optimiser
@@ -72,7 +72,7 @@ def test_a_bare_name_has_torchs_defaults():
     assert Optimiser.parse("SGD(lr=0.05)").lr == 0.05
 
 
-def test_build_hands_every_setting_to_torch():
+def test_build_passes_every_setting_to_torch():
     built = Optimiser.parse("Adam(lr=0.25, betas=(0.5, 0.75), eps=0.125)").build([torch.zeros(2)])
     assert isinstance(built, torch.optim.Adam)
     group = built.param_groups[0]
@@ -119,7 +119,7 @@ def test_build_hands_every_setting_to_torch():
     ],
     ids=lambda text: repr(text[:30]),
 )
-def test_anything_else_is_a_setting_error(text):
+def test_invalid_text_is_a_setting_error(text):
     with pytest.raises(SettingError):
         Optimiser.parse(text)
 
@@ -184,7 +184,7 @@ def test_one_step_of_a_stack_is_one_step_of_each(text):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("text", CASES)
-def test_a_section_as_one_long_tensor_is_torchs_optimiser_on_each(text, rows):
+def test_joining_a_section_gives_torchs_optimiser_on_each_tensor(text, rows):
     """Values, the moments by name, and going on from moments that were written down."""
     optimiser = Optimiser.parse(text)
     lead = () if rows == 1 else (rows,)
@@ -219,7 +219,7 @@ def test_every_optimiser_of_torch_is_accounted_for():
 
 
 @pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE & set(TORCHS)))
-def test_those_said_not_to_be_elementwise_are_not(name):
+def test_optimisers_listed_as_not_elementwise_are_not(name):
     """Otherwise they would be trained in turn for nothing."""
     optimiser = Optimiser(name, {"lr": 0.1})
     draw = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def test_those_said_not_to_be_elementwise_are_not(name):
     nesterov=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_path_is_how_far_torch_goes_down_a_slope_of_one(steps, momentum, dampening, nesterov):
+def test_the_path_is_how_far_torch_descends_a_slope_of_one(steps, momentum, dampening, nesterov):
     if nesterov and (momentum == 0 or dampening):
         nesterov = False
     chosen = Optimiser("SGD", {"lr": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov})
@@ -256,7 +256,7 @@ def test_the_path_is_how_far_torch_goes_down_a_slope_of_one(steps, momentum, dam
     assert float(chosen.path(torch.tensor(float(steps), dtype=torch.float64))) == pytest.approx(-float(place))
 
 
-def test_steps_are_those_of_the_textbook():
+def test_steps_equal_the_textbooks():
     start = {"weights": {"w": torch.tensor([1.0, 2.0])}, "thresholds": {"w": torch.tensor([5.0])}}
     moving = TreeOptimiser({"weights": Optimiser("SGD", {"lr": 0.5, "momentum": 0.9})}, start)
     moving.step({"weights": {"w": torch.tensor([1.0, -2.0])}})
@@ -265,7 +265,7 @@ def test_steps_are_those_of_the_textbook():
     assert moving.values["weights"]["w"].tolist() == pytest.approx([0.5 - 0.45, 3.0 + 0.9])
 
 
-def test_sections_have_optimisers_of_their_own_and_others_stay_out():
+def test_sections_have_their_own_optimisers_and_others_do_not_move():
     start = tree(0)
     both = {"weights": Optimiser("SGD", {"lr": 0.1}), "thresholds": Optimiser("Adamax", {"lr": 0.01})}
     moving = TreeOptimiser(both, start)
@@ -276,7 +276,7 @@ def test_sections_have_optimisers_of_their_own_and_others_stay_out():
     assert set(TreeOptimiser({"weights": both["weights"]}, start).values) == {"weights"}
 
 
-def test_the_tree_it_starts_from_is_not_touched():
+def test_the_initial_tree_does_not_change():
     start, before = tree(0), tree(0)
     moving = TreeOptimiser({"weights": Optimiser("SGD", {"lr": 0.1})}, start)
     moving.step(grads_for(0, 0))
@@ -285,7 +285,7 @@ def test_the_tree_it_starts_from_is_not_touched():
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_gradients_are_not_touched(text):
+def test_gradients_do_not_change(text):
     grads, before = grads_for(0, 0), grads_for(0, 0)
     moving = TreeOptimiser({"weights": Optimiser.parse(text)}, tree(0))
     moving.step(grads)
@@ -293,7 +293,7 @@ def test_gradients_are_not_touched(text):
     assert same(grads, before)
 
 
-def test_load_takes_values_and_keeps_moments():
+def test_load_replaces_values_and_keeps_moments():
     """Momentum from before the load still pushes after it."""
     moving = TreeOptimiser(
         {"weights": Optimiser("SGD", {"lr": 1.0, "momentum": 0.5})}, {"weights": {"w": torch.zeros(2)}}
@@ -309,7 +309,7 @@ def test_load_takes_values_and_keeps_moments():
 
 @pytest.mark.parametrize("text", [*CASES, "Adafactor(lr=0.1)"])
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_restored_state_goes_on_exactly(text, before):
+def test_a_restored_state_continues_exactly(text, before):
     optimisers = {"weights": Optimiser.parse(text), "thresholds": Optimiser("Adamax", {"lr": 0.01})}
     unbroken = TreeOptimiser(optimisers, tree(0))
     for step in range(before):
@@ -359,7 +359,7 @@ def numbers_and_tensors(state: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_a_state_holds_what_a_checkpoint_can(text):
+def test_a_state_holds_only_what_a_checkpoint_can_store(text):
     """Tensors and numbers, all finite and none missing: JSON and safetensors know nothing else."""
     moving = TreeOptimiser({"weights": Optimiser.parse(text)}, tree(0))
     moving.step(grads_for(0, 0))
@@ -369,7 +369,7 @@ def test_a_state_holds_what_a_checkpoint_can(text):
 
 
 @pytest.mark.parametrize("wrong", ["betas=(1.0, 0.9)", "betas=(0.9, 1.0)", "betas=(-0.1, 0.9)", "eps=0.0", "lr=-1.0"])
-def test_yogi_refuses_what_makes_no_average(wrong):
+def test_yogi_refuses_invalid_betas(wrong):
     with pytest.raises(SettingError):
         Optimiser.parse(f"Yogi({wrong})")
     assert Optimiser.parse("Yogi(lr=0.0, betas=(0.0, 0.0))").lr == 0

@@ -67,7 +67,7 @@ def test_options_are_the_keyword_only_parameters():
         (Optimiser | None, "SGD(lr=0.1)", SGD),
     ],
 )
-def test_values_become_what_the_option_is(kind, value, expected):
+def test_values_are_converted_to_the_options_type(kind, value, expected):
     found = one(kind, value)
     assert found == expected
     assert type(found) is type(expected)
@@ -150,13 +150,13 @@ def test_settings_survive_being_written_as_toml_values_and_as_text(count, rate, 
     assert resolve(factory, as_text, "a factory") == chosen
 
 
-def test_plain_values_are_toml():
+def test_plain_values_are_valid_toml():
     written = {name: plain(option.default) for name, option in options_of(factory).items()}
     lines = [f"{name} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for name, v in written.items()]
     assert resolve(factory, tomllib.loads("\n".join(lines)), "a factory") == resolve(factory, {}, "a factory")
 
 
-def test_what_is_not_given_keeps_its_default():
+def test_options_not_given_keep_their_default():
     chosen = resolve(factory, {"rate": "0.25"}, "a factory")
     assert chosen["rate"] == 0.25
     assert chosen["optimiser"] is SGD
@@ -165,7 +165,7 @@ def test_what_is_not_given_keeps_its_default():
 
 
 @pytest.mark.parametrize(("name", "hint"), [("cuont", "count"), ("open_gate", "open_gates"), ("Layers", "layers")])
-def test_a_misspelt_name_gets_the_nearest(name, hint):
+def test_a_misspelt_name_suggests_the_nearest(name, hint):
     with pytest.raises(SettingError, match=rf"unknown setting of a factory '{name}'; did you mean '{hint}'\?"):
         resolve(factory, {name: "1"}, "a factory")
 
@@ -176,7 +176,7 @@ def test_positional_parameters_are_not_options(name):
         resolve(factory, {name: 1}, "a factory")
 
 
-def test_a_name_like_no_other_gets_the_list():
+def test_a_name_close_to_none_lists_all():
     error = nearest("zzzzzz", ["fedavg", "fedprox"], "algorithm")
     assert str(error) == "unknown algorithm 'zzzzzz'; there are fedavg, fedprox"
     assert isinstance(error, SettingError)

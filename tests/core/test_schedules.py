@@ -14,8 +14,9 @@ from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.schedules import Curve, Rates
-from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.engines.settings import Settings, build
+from fedprior.core.settings import Settings
+from fedprior.engines.batches import ClientBatches, Workload
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 
 ROUNDS = 24
@@ -33,7 +34,7 @@ TORCH = {
 
 @pytest.mark.parametrize("warmup", [0, 1, 6])
 @pytest.mark.parametrize("text", TORCH)
-def test_factors_are_torchs(text, warmup):
+def test_factors_equal_torchs(text, warmup):
     optimiser = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     after = TORCH[text](optimiser, ROUNDS - warmup)
     if warmup:
@@ -47,7 +48,7 @@ def test_factors_are_torchs(text, warmup):
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "RMSprop", "NAdam", "RAdam", "Yogi"])
-def test_an_optimiser_is_torchs_under_a_scheduler(name):
+def test_an_optimiser_equals_torchs_with_a_scheduler(name):
     """Moments are kept from round to round and only the rate changes, as a scheduler has it."""
     start = torch.linspace(-1, 1, 12, dtype=torch.float64)
     described = Optimiser(name, {"lr": 0.1})
@@ -86,7 +87,7 @@ def test_fedopt_with_both_schedules_is_a_plain_torch_loop(small_task):
             local = copy.deepcopy(server)
             descent = torch.optim.SGD(local.parameters(), lr=0.2 * (1 - 0.9 * (number - 1) / rounds), momentum=0.5)
             batch_key = turn.of(client).key(Purpose.BATCHES)
-            for batch in ClientBatches(task.data, client, Schedule(4, 1), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, 1), batch_key):
                 descent.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 descent.step()
@@ -160,7 +161,7 @@ def test_controls_are_gradients_whatever_the_rate(small_task):
 
 
 @pytest.mark.parametrize("name", ["fedadam", "fedsparse+scaffold"])
-def test_a_resumed_run_is_where_its_schedules_are(small_task, tmp_path, name):
+def test_a_resumed_run_continues_its_schedules(small_task, tmp_path, name):
     options, settings = CASES[name]
     task = small_task()
     chosen = fedprior.algorithm(name, task.network, **options)
@@ -200,14 +201,14 @@ def test_a_resumed_run_is_where_its_schedules_are(small_task, tmp_path, name):
         ("__import__('os')", "a schedule is one of"),
     ],
 )
-def test_a_wrong_schedule_is_one_line(text, line):
+def test_a_wrong_schedule_is_a_one_line_error(text, line):
     for setting in ("lr_schedule", "server_lr_schedule"):
         with pytest.raises(SettingError, match=line) as error:
             Settings(**{setting: text})
         assert "\n" not in str(error.value)
 
 
-def test_what_has_no_rate_takes_no_schedule(small_task):
+def test_without_a_learning_rate_a_schedule_is_refused(small_task):
     task = small_task()
     with pytest.raises(SettingError, match="the M-step of fedavg has no learning rate; give it a server_optimiser"):
         fedprior.run(task, "fedavg", server_lr_schedule="cosine")
@@ -216,7 +217,7 @@ def test_what_has_no_rate_takes_no_schedule(small_task):
         fedprior.run(task, chosen, lr_schedule="cosine")
 
 
-def test_after_the_last_round_the_rate_is_the_last_rounds():
+def test_after_the_last_round_the_rate_stays():
     rates = Rates("cosine", "linear", 8)
     assert rates.at(9) == rates.at(8)
     assert 0 < rates.at(8).local == pytest.approx((1 + math.cos(math.pi * 7 / 8)) / 2)

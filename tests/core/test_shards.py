@@ -17,7 +17,7 @@ def client(count: int, tests: int = 0, first: float = 0.0) -> tuple[torch.Tensor
     return x, torch.arange(count) % 2, x[:tests] + 100, torch.arange(tests) % 2
 
 
-def test_a_client_has_its_own_rows_and_no_others() -> None:
+def test_a_client_has_only_its_own_rows() -> None:
     shards = Shards.of([np.array([4, 1]), np.array([], np.int64), np.array([0, 2, 3])])
     assert [shards[client].tolist() for client in range(3)] == [[4, 1], [], [0, 2, 3]]
     assert [shards.size(client) for client in range(3)] == [2, 0, 3]
@@ -47,20 +47,20 @@ def test_a_label_that_is_no_class_is_refused(part: int, label: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("part", [0, 2])
-def test_one_number_that_is_not_finite_is_refused_with_its_owner(part: int, bad: float) -> None:
+def test_a_number_that_is_not_finite_is_refused_with_its_client(part: int, bad: float) -> None:
     clients = [client(2, 2), client(3, 2), client(4, 2)]
     clients[1][part][1, 2] = bad
     with pytest.raises(DataError, match=r"client 1 has .* not finite"):
         FederatedData.from_clients(clients)
 
 
-def test_seeds_of_more_than_32_bits_name_partitions_of_their_own() -> None:
+def test_seeds_of_more_than_32_bits_have_their_own_partitions() -> None:
     seeds = (5, 5 + 2**32, 5 + 2**33, -5, 5 - 2**63)
     assert len({_random_state(seed).randint(2**31, size=4).tobytes() for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize("least", [1, 2, 3])
-def test_whoever_has_too_few_takes_from_those_with_the_most(least: int) -> None:
+def test_clients_with_too_few_examples_take_from_the_largest(least: int) -> None:
     """With a concentration next to zero one client would have everything."""
     labels = np.arange(60) % 4
     for seed in range(5):

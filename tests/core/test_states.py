@@ -23,7 +23,7 @@ def saved(tree: dict, run: str = "mine") -> storage.Saved:
     return storage.Saved(run, 3, 1.5, "records", tree)
 
 
-def test_a_checkpoint_is_of_its_kind_and_its_run(tmp_path) -> None:
+def test_a_checkpoint_belongs_to_its_kind_and_run(tmp_path) -> None:
     path = tmp_path / "file"
     storage.save(path, "kind", saved({"a": {"x": torch.ones(2), "n": 4}}))
     found = storage.load(path, "kind", "mine")
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_of_its_kind_and_its_run(tmp_path) -> None:
         storage.load(path, "kind", "yours")
 
 
-def test_a_checksum_is_of_names_and_numbers() -> None:
+def test_a_checksum_covers_names_and_numbers() -> None:
     """Two tensors that change places are damage too."""
     one, two = torch.tensor([1.0]), torch.tensor([2.0])
     sums = {
@@ -45,7 +45,7 @@ def test_a_checksum_is_of_names_and_numbers() -> None:
     assert storage._checksum({"b": two, "a": one}) == storage._checksum({"a": one, "b": two})
 
 
-def test_what_does_not_fit_the_model_is_not_put_in() -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
     model = {"a": {"x": torch.zeros(2, 3)}}
     fine = {"a": {"x": torch.ones(2, 3), "more": torch.ones(5)}}
     found = storage.like(model, fine)
@@ -73,7 +73,7 @@ def test_a_file_is_replaced_at_once(tmp_path, monkeypatch) -> None:
 # ---------------------------------------------------------------------- trees
 
 
-def test_rows_of_a_stack_are_where_they_were_put() -> None:
+def test_rows_of_a_stack_keep_their_places() -> None:
     stack = trees.Stack(3)
     for index in (2, 0, 1):
         stack.put(index, {"a": torch.tensor([float(index)])})
@@ -109,7 +109,7 @@ def inputs(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 512])
-def test_right_answers_and_losses_are_added_up_in_every_batch(batch: int) -> None:
+def test_correct_answers_and_losses_are_summed_over_batches(batch: int) -> None:
     """The table says 0, 1, 0, 1, 1; the labels are 0, 1, 1, 1, 0."""
     rows = [[2, 1], [0, 3], [1, 0], [0, 1], [0, 1]]
     network = Network(Says(rows), inputs(1)[0])
@@ -123,7 +123,7 @@ def test_right_answers_and_losses_are_added_up_in_every_batch(batch: int) -> Non
     assert loss == pytest.approx(sum(math.log1p(math.exp(d)) for d in (-1, -3, 1, -1, 1)), rel=1e-6)
 
 
-def test_targets_that_are_no_classes_have_no_accuracy() -> None:
+def test_targets_that_are_not_classes_have_no_accuracy() -> None:
     network = Network(Says([[2, 1], [0, 3]]), inputs(1)[0], lambda outputs, y: (outputs - y).square().mean(1))
     data = FederatedData.from_clients([(inputs(2), torch.tensor([[1.0, 1.0], [0.0, 0.0]]))])
     what = metrics.measures(network, data)
@@ -147,7 +147,7 @@ def test_an_ensemble_votes_with_its_mean_probability() -> None:
     assert found["global_loss"] == pytest.approx(-(2 * math.log(1 - zero) + math.log(zero)) / 3, rel=1e-5)
 
 
-def test_local_scores_are_of_the_clients_that_had_a_turn() -> None:
+def test_local_scores_cover_only_clients_that_had_a_turn() -> None:
     scores = {"accuracy": torch.tensor([0.5, math.nan, 1.0, math.nan], dtype=torch.float64)}
     assert metrics.local_scores(scores) == {"local_accuracy": 0.75}
     assert math.isnan(metrics.local_scores({"loss": torch.tensor([math.nan])})["local_loss"])
@@ -174,7 +174,7 @@ def test_disagreement_is_a_distance() -> None:
 # ---------------------------------------------------------------------- dropout
 
 
-def test_two_dropout_layers_of_a_step_have_draws_of_their_own() -> None:
+def test_two_dropout_layers_have_different_draws_in_a_step() -> None:
     """Inside one network and in a layer of the same shape: alike, the second would drop what the first has dropped."""
     seen: list[Tensor] = []
 
@@ -200,7 +200,7 @@ def test_two_dropout_layers_of_a_step_have_draws_of_their_own() -> None:
     assert np.mean([float(value.double().mean()) for value in seen]) == pytest.approx(0.5, abs=0.05)
 
 
-def test_dropout_that_is_switched_off_drops_nothing_while_the_network_trains() -> None:
+def test_dropout_in_evaluation_mode_drops_nothing() -> None:
     """As of a part of a network that is in evaluation mode."""
     seen: list[Tensor] = []
 
@@ -221,7 +221,7 @@ def test_dropout_that_is_switched_off_drops_nothing_while_the_network_trains() -
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, None])
-def test_a_number_that_does_not_exist_is_never_the_best(nothing: float | None) -> None:
+def test_nan_is_never_the_best(nothing: float | None) -> None:
     """Wherever it stands: comparisons with it are all false."""
     for by, values, found in (
         ("global_accuracy", [nothing, 0.5, 0.25], 2),

@@ -30,7 +30,7 @@ forest = st.recursive(
 
 
 @given(forest, st.integers(0, 9999), st.floats(0, 1e9), st.text(max_size=9))
-def test_any_tree_of_tensors_and_numbers_comes_back(tmp_path_factory, tree, number, seconds, records):
+def test_any_tree_of_tensors_and_numbers_survives(tmp_path_factory, tree, number, seconds, records):
     path = tmp_path_factory.mktemp("storage") / "file"
     storage.save(path, KIND, Saved("run", number, seconds, records, tree, {"extra": "[1]"}))
     found = storage.load(path, KIND, "run")
@@ -46,7 +46,7 @@ def test_any_tree_of_tensors_and_numbers_comes_back(tmp_path_factory, tree, numb
             assert value == expected[name]
 
 
-def test_tensors_that_share_memory_or_lie_askew_are_written_as_they_read(tmp_path):
+def test_shared_and_strided_tensors_are_written_by_value(tmp_path):
     whole = torch.arange(12.0, requires_grad=True)
     askew = {"a": whole.view(3, 4).T, "b": whole[2:5], "c": whole, "d": torch.ones(()).expand(2, 2)}
     assert storage.from_bytes(storage.to_bytes(askew)).keys() == askew.keys()
@@ -55,7 +55,7 @@ def test_tensors_that_share_memory_or_lie_askew_are_written_as_they_read(tmp_pat
         assert all(torch.equal(found[name], value) for name, value in askew.items())
 
 
-def test_a_tree_is_put_in_the_models_order_and_what_was_added_comes_last():
+def test_a_loaded_tree_has_the_models_order_with_additions_last():
     model = {"w": {"b": torch.zeros(2), "a": torch.zeros(3)}}
     found = {"closed": {"l": torch.ones(1)}, "w": {"a": torch.ones(3), "b": torch.ones(2), "z": torch.ones(1)}}
     placed = storage.like(model, found, "meta")
@@ -124,7 +124,7 @@ def test_a_simulations_checkpoint_has_the_layout_of_its_format(name, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["format", "run", "round", "seconds", "numbers", "checksum", "records"])
-def test_a_head_without_one_of_its_lines_is_refused(tmp_path, key):
+def test_a_header_with_a_missing_entry_is_refused(tmp_path, key):
     path, sim = tmp_path / "file", simulate("fedadam")
     checkpoint.save(path, sim)
     rewrite(path, lambda head: head.pop(key))
@@ -150,7 +150,7 @@ def test_a_head_without_one_of_its_lines_is_refused(tmp_path, key):
         ("run", "{}", r"does not belong to the run in its config.toml, but to \{\}"),
     ],
 )
-def test_a_head_that_says_something_else_is_refused_in_one_line(tmp_path, key, value, words):
+def test_a_header_with_a_wrong_entry_is_refused(tmp_path, key, value, words):
     path, sim = tmp_path / "file", simulate("fedadam")
     sim.step(evaluate=False)
     checkpoint.save(path, sim)

@@ -11,8 +11,9 @@ import fedprior
 from fedprior.core import trees, weighting
 from fedprior.core.errors import SettingError
 from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.settings import Settings
 from fedprior.em import m_step
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Gaussian
 
@@ -67,7 +68,7 @@ def close(one, other, atol=1e-12):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_client_that_counts_twice_is_two_clients_in_closed_form(name):
+def test_a_client_of_weight_two_equals_two_clients_in_closed_form(name):
     algorithm, server, uploads = situation(name, NAMES[name])
     twice = [uploads[0], uploads[1], uploads[1], *uploads[2:], *[uploads[3]] * 3]
     counts = torch.tensor([1.0, 2, 1, 4], dtype=D)
@@ -83,7 +84,7 @@ def test_a_client_that_counts_twice_is_two_clients_in_closed_form(name):
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_a_client_that_counts_twice_is_two_clients_by_gradient(name):
+def test_a_client_of_weight_two_equals_two_clients_by_gradient(name):
     """One SGD step of a server is linear in the gradient, so nothing is hidden by an optimiser that forgets scale."""
     algorithm, server, uploads = situation(name, STEPPED[name], step="SGD(lr=0.7)")
     twice = [uploads[0], uploads[1], uploads[1], *uploads[2:], *[uploads[3]] * 3]
@@ -93,7 +94,7 @@ def test_a_client_that_counts_twice_is_two_clients_by_gradient(name):
 
 @pytest.mark.parametrize("step", [None, "SGD(lr=0.7)"])
 @pytest.mark.parametrize("name", NAMES)
-def test_clients_of_one_size_count_as_in_the_plain_mean_to_the_last_bit(name, step):
+def test_clients_of_equal_size_give_the_plain_mean_bit_for_bit(name, step):
     algorithm, server, uploads = situation(name, NAMES[name], step=step)
     plain, counted = (solved(algorithm, server, uploads, w) for w in (None, torch.full((4,), 37.0, dtype=D)))
     for (path, one), (_, other) in zip(trees.leaves(plain), trees.leaves(counted), strict=True):
@@ -192,7 +193,7 @@ def test_gates_are_voted_on_by_examples():
 # ---------------------------------------------------------------------- runs
 
 
-def test_two_hundred_examples_against_one(small_task):
+def test_two_hundred_examples_outweigh_one(small_task):
     """The issue's own case: the server stands where the large client is, up to a part in a hundred of both moves."""
     task = small_task((200, 2))
     algorithm = fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.1)")
@@ -222,7 +223,7 @@ def test_two_hundred_examples_against_one(small_task):
 
 @pytest.mark.parametrize("kind", weighting.KINDS)
 @pytest.mark.parametrize("name", ["fedavg", "fedmedian", "fedmix", "fedsparse", "fedsparse+scaffold", "fedadam"])
-def test_stacked_runs_of_other_sizes_are_as_if_alone(small_task, name, kind):
+def test_stacked_runs_with_different_sizes_equal_runs_alone(small_task, name, kind):
     """Two runs whose partitions differ: one of clients of one size, one not."""
     tasks = [small_task(sizes, dtype=torch.float64) for sizes in ((4, 4, 4, 4, 4), (2, 8, 2, 5, 3))]
     shared = tasks[0]
@@ -249,7 +250,7 @@ def test_stacked_runs_of_other_sizes_are_as_if_alone(small_task, name, kind):
         close(one.server, other.server, atol=1e-9)
 
 
-def test_an_older_prior_of_ones_own_is_refused_in_one_line(small_task):
+def test_an_own_prior_without_weights_is_a_one_line_error(small_task):
     class Older(Gaussian):
         def solve(self, assignments, server):
             return super().solve(assignments, server)
@@ -261,7 +262,7 @@ def test_an_older_prior_of_ones_own_is_refused_in_one_line(small_task):
     fedprior.run(small_task((4, 4, 4)), fedprior.Algorithm(Older(), sgd), rounds=1)
 
 
-def test_the_setting_is_checked_recorded_and_was_equal_before_it_was_there(small_task, tmp_path):
+def test_weighting_is_checked_and_recorded_and_older_runs_are_equal(small_task, tmp_path):
     with pytest.raises(SettingError, match="weighting must be examples or equal, got 'size'"):
         Settings(weighting="size")
     task = small_task()

@@ -11,7 +11,7 @@ from fedprior.catalogue.models import LogisticRegression
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 
 
 def small_task() -> Task:
@@ -39,7 +39,7 @@ def naive_scaffold(rounds: int, lr: float, weighting: str) -> tuple[list[torch.T
         for i in cohort:
             for p, value in zip(model.parameters(), x, strict=True):
                 p.data = value.clone()
-            batches = ClientBatches(task.data, i, Schedule(4), turn.of(i).key(Purpose.BATCHES))
+            batches = ClientBatches(task.data, i, Workload(4), turn.of(i).key(Purpose.BATCHES))
             for batch in batches:
                 model.zero_grad()
                 nn.functional.cross_entropy(model(batch.x), batch.y).backward()
@@ -72,7 +72,7 @@ def test_scaffold_is_option_ii_of_the_paper(mode: str, weighting: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_with_momentum_controls_stay_of_the_size_of_gradients() -> None:
+def test_with_momentum_controls_keep_the_size_of_gradients() -> None:
     """Taken for lr times steps, the longer path of momentum would feed on itself."""
     task = small_task()
     size = {}

@@ -31,7 +31,7 @@ def hidden(linear: str = "outputs") -> tuple[UnitGating, Params]:
 
 
 @pytest.mark.parametrize("name", fedprior.ALGORITHMS)
-def test_the_two_directions_of_an_algorithm_have_fingerprints_of_their_own(name: str) -> None:
+def test_the_two_directions_have_different_fingerprints(name: str) -> None:
     """Even where both hold the same tensors: a packet sent back is no upload."""
     network = Network(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(2))
     for wire in ("float32", "int8", "float32/int4"):
@@ -42,7 +42,7 @@ def test_the_two_directions_of_an_algorithm_have_fingerprints_of_their_own(name:
         assert down.fingerprint != up.fingerprint
 
 
-def test_networks_that_differ_only_in_who_reads_whom_do_not_understand_each_other() -> None:
+def test_networks_that_differ_only_in_wiring_have_different_fingerprints() -> None:
     """The same names, shapes and gates; in one network the second layer reads the first, in the other the input."""
 
     class Net(nn.Module):
@@ -69,7 +69,7 @@ def test_networks_that_differ_only_in_who_reads_whom_do_not_understand_each_othe
 # ---------------------------------------------------------------------- SCAFFOLD
 
 
-def test_a_correction_is_only_of_weights_that_the_client_has() -> None:
+def test_a_correction_covers_only_weights_that_the_client_has() -> None:
     """c − c_s on the client's sub-network: it may remember more from an earlier turn."""
     packet = {"control": {"a": numbers(5, 7), "b": numbers(1)}}
     memory = {"control": {"a": numbers(1, 2), "b": numbers(4)}}
@@ -94,7 +94,7 @@ def test_the_control_variates_are_option_ii() -> None:
     assert all(not value.any() for value in scaffold.init(start)["control"].values())
 
 
-def test_what_the_correction_adds_to_a_message_is_what_its_gates_leave() -> None:
+def test_the_corrections_part_of_a_message_is_masked_by_its_gates() -> None:
     gating, params = hidden()
     algorithm = Algorithm(FixedGates(gating, {"0": 0.0, "2": 0.0}), SGD, correction=Scaffold())
     gates = {"0": numbers(1, 0, 1), "2": numbers(1, 1)}
@@ -169,7 +169,7 @@ def test_the_shipped_average_forgets_early_rounds() -> None:
     assert replace(algorithm, average=False).predict(state)["a"].tolist() == [[2]]
 
 
-def test_a_packet_is_what_the_prior_and_the_correction_say() -> None:
+def test_a_packet_holds_the_sections_of_prior_and_correction() -> None:
     _, params = hidden()
     algorithm = Algorithm(Gaussian(), SGD, correction=Scaffold())
     server = algorithm.init(params)

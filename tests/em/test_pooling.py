@@ -32,14 +32,14 @@ def test_reports_are_pooled_by_their_examples() -> None:
     assert float(found["count"]) == 4
 
 
-def test_the_server_takes_over_a_part_and_at_first_everything() -> None:
+def test_the_server_adopts_the_first_statistics_fully_and_later_ones_in_part() -> None:
     found = absorb(server(), REPORTS, {}, None, 0.25)
     close(found["n.running_mean"], 10 - 7 / 4, 10 - 8 / 4)
     close(found["n.running_var"], 5 - 1 / 4, 5 - 2.5 / 4)
     close(absorb(server(0), REPORTS, {}, None, 0.25)["n.running_mean"], 3, 2)
 
 
-def test_a_unit_counts_where_it_was_sent_and_stays_where_nobody_sent_it() -> None:
+def test_statistics_count_where_a_unit_was_sent_and_else_stay() -> None:
     """The second client has closed the first unit; both have closed the second."""
     sent = {"n.weight": torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)}
     found = absorb(server(), REPORTS, sent, None, 1.0)
@@ -47,7 +47,7 @@ def test_a_unit_counts_where_it_was_sent_and_stays_where_nobody_sent_it() -> Non
     close(found["n.running_var"], 1, 5)
 
 
-def test_models_have_the_statistics_of_those_they_answer_for() -> None:
+def test_models_have_the_statistics_of_the_clients_they_answer_for() -> None:
     """Two models: the first answers for the first client alone, the second for both by half and whole."""
     shares = torch.tensor([[1.0, 0.5], [0.0, 1.0]], dtype=torch.float64)
     known = {name: value if name == "count" else torch.stack([value, value]) for name, value in server().items()}
@@ -56,7 +56,7 @@ def test_models_have_the_statistics_of_those_they_answer_for() -> None:
     close(found["n.running_mean"][1], 3 * 4 / 3.5, 2)
 
 
-def test_statistics_of_closed_units_stay_at_home() -> None:
+def test_statistics_of_closed_units_are_not_sent() -> None:
     left = masked(server(), {"n.weight": torch.tensor([1.0, 0.0], dtype=torch.float64)})
     close(left["n.running_mean"], 10, 0)
     close(left["n.running_var"], 5, 0)

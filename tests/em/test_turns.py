@@ -12,7 +12,7 @@ from fedprior.core.optimisers import Optimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.corrections import Scaffold
 from fedprior.em import Algorithm, e_step
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.priors import Assignment, Gaussian, SpikeSlab
 from fedprior.units import UnitGating, find_structure
 from fedprior.wire import Wire
@@ -66,7 +66,7 @@ def test_an_e_step_draws_by_purpose_round_client_and_step(monkeypatch) -> None:
     object.__setattr__(prior, "seen", {})
     algorithm = Algorithm(prior, SGD, wire=Wire.of("int8"))
     turn = Turn(key(0), ROUND, CLIENT)
-    batches = ClientBatches(data(), CLIENT, Schedule(2), turn.key(Purpose.BATCHES))
+    batches = ClientBatches(data(), CLIENT, Workload(2), turn.key(Purpose.BATCHES))
     e_step(algorithm, network, algorithm.broadcast(algorithm.init(network.params()), key(9)), batches, turn, {})
     steps = range(3)
     assert prior.seen["adopt"] == [own(Purpose.ADOPT)]
@@ -79,12 +79,12 @@ def test_an_e_step_draws_by_purpose_round_client_and_step(monkeypatch) -> None:
     assert drawn["uniform"].count(int(rounding)) == 1
 
 
-def test_every_purpose_has_a_number_of_its_own() -> None:
+def test_every_purpose_has_its_own_number() -> None:
     """Of two names for one number the second is an alias, which no loop over purposes sees."""
     assert len(Purpose) == len(Purpose.__members__)
 
 
-def test_dropout_keeps_what_is_drawn_at_or_above_the_rate_and_the_mean() -> None:
+def test_dropout_keeps_draws_at_or_above_the_rate_and_preserves_the_mean() -> None:
     x = torch.ones(5000, dtype=torch.float64)
     found = keys.dropout(x, key(1), 0.2)
     kept = keys.uniform(key(1), (5000,), torch.float64) >= 0.2
@@ -92,7 +92,7 @@ def test_dropout_keeps_what_is_drawn_at_or_above_the_rate_and_the_mean() -> None
     assert float(found.mean()) == pytest.approx(1, abs=5 * 0.5 / 5000**0.5)
 
 
-def test_the_recorded_loss_is_the_datas_alone() -> None:
+def test_the_recorded_loss_excludes_the_penalty() -> None:
     """w = 0 learns 1 from x = 1 by steps of a quarter of the slope: losses 1 and ¼, whatever the prior's pull is."""
     x, y = torch.ones(2, 1).double(), torch.ones(2, 1).double()
     model = nn.Linear(1, 1, bias=False).double()
@@ -112,7 +112,7 @@ def test_the_recorded_loss_is_the_datas_alone() -> None:
         assert result.records[0]["train_loss"] == pytest.approx(0.625, rel=1e-12)
 
 
-def test_what_a_client_remembers_of_weights_that_are_gone_has_no_say() -> None:
+def test_controls_of_pruned_weights_have_no_effect() -> None:
     """A control variate on a column that was pruned would grow the norm of its group, and so the gate's probability."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     network = Network(model, torch.zeros(3).double())
@@ -131,7 +131,7 @@ def test_what_a_client_remembers_of_weights_that_are_gone_has_no_say() -> None:
         control["0.weight"][1] += hidden
         control["2.weight"][:, 1] += hidden
         clients = data()
-        batches = ClientBatches(clients, CLIENT, Schedule(2), turn.key(Purpose.BATCHES))
+        batches = ClientBatches(clients, CLIENT, Workload(2), turn.key(Purpose.BATCHES))
         batches.data = clients.__class__(
             clients.x.double(), clients.y, clients.test_x, clients.test_y, clients.train, clients.test, clients.classes
         )

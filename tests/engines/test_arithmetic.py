@@ -13,7 +13,7 @@ def current():
 
 
 @pytest.mark.parametrize(("kind", "inside"), [("tf32", ("high", True)), ("float32", ("highest", False))])
-def test_products_and_convolutions_are_alike_on_a_gpu_and_only_for_a_while(kind, inside):
+def test_arithmetic_applies_to_products_and_convolutions_and_is_restored(kind, inside):
     before = current()
 
     def fail():
@@ -33,11 +33,11 @@ def test_nothing_changes_on_a_cpu():
         assert current() == before
 
 
-def test_another_kind_is_refused():
+def test_an_unknown_arithmetic_is_refused():
     with pytest.raises(fedprior.SettingError, match="arithmetic must be tf32 or float32, got 'bf16'"):
         fedprior.run("mnist-mini", arithmetic="bf16")
 
 
-def test_it_is_part_of_a_runs_config(small_task, tmp_path):
+def test_arithmetic_is_part_of_a_runs_config(small_task, tmp_path):
     fedprior.run(small_task(), "fedavg", rounds=1, clients_per_round=2, arithmetic="float32", out=tmp_path / "run")
     assert 'arithmetic = "float32"' in (tmp_path / "run" / "config.toml").read_text()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedprior import FederatedData
 from fedprior.core import keys
-from fedprior.engines.batches import ClientBatches, CohortBatches, Places, Plan, Schedule
+from fedprior.engines.batches import ClientBatches, CohortBatches, Extent, Places, Workload
 
 sizes_of_clients = st.lists(st.integers(1, 13), min_size=1, max_size=4)
 quick = settings(max_examples=40, deadline=None)
@@ -26,7 +26,7 @@ def numbered(sizes: list[int]) -> FederatedData:
 def test_every_epoch_visits_every_example_of_the_client_once(sizes, width, epochs, seed):
     data = numbered(sizes)
     for client, size in enumerate(sizes):
-        batches = ClientBatches(data, client, Schedule(width, epochs), keys.key(seed))
+        batches = ClientBatches(data, client, Workload(width, epochs), keys.key(seed))
         per_epoch = (size + width - 1) // width
         assert len(batches) == epochs * per_epoch
         for epoch in range(epochs):
@@ -37,10 +37,10 @@ def test_every_epoch_visits_every_example_of_the_client_once(sizes, width, epoch
             assert all((b.y == client).all() for b in passes)
 
 
-def test_epochs_and_clients_and_seeds_differ_in_their_order():
+def test_epochs_clients_and_seeds_have_different_orders():
     data = numbered([40, 40])
     orders = [
-        tuple(b.x.int().tolist()[0] % 40 for b in ClientBatches(data, client, Schedule(1, 2), keys.fold(key, client)))
+        tuple(b.x.int().tolist()[0] % 40 for b in ClientBatches(data, client, Workload(1, 2), keys.fold(key, client)))
         for client in (0, 1)
         for key in (keys.key(0), keys.key(1))
     ]
@@ -53,7 +53,7 @@ def test_epochs_and_clients_and_seeds_differ_in_their_order():
 def test_local_steps_cycle_through_the_client_again_and_again(sizes, width, steps, seed):
     data = numbered(sizes)
     for client, size in enumerate(sizes):
-        batches = ClientBatches(data, client, Schedule(width, steps=steps), keys.key(seed))
+        batches = ClientBatches(data, client, Workload(width, steps=steps), keys.key(seed))
         assert len(batches) == steps
         drawn = torch.cat([b.x for b in batches]).tolist()
         for start in range(0, len(drawn), size):
@@ -61,21 +61,21 @@ def test_local_steps_cycle_through_the_client_again_and_again(sizes, width, step
             assert len(set(part)) == len(part), "an example came twice before the others had their turn"
 
 
-def cohort_batches(data, clients, schedule, key):
+def cohort_batches(data, clients, workload, key):
     sizes = [data.train.size(client) for client in clients]
     starts = torch.tensor([int(data.train.offsets[client]) for client in clients])
     places = Places(data.train.rows, starts, torch.tensor(sizes))
-    return CohortBatches(data.x, data.y, places, schedule, Plan.of(sizes, schedule), key)
+    return CohortBatches(data.x, data.y, places, workload, Extent.of(sizes, workload), key)
 
 
 @quick
 @given(sizes_of_clients, st.integers(1, 7), st.integers(1, 3), st.none() | st.integers(1, 9), st.integers(0, 2**32))
-def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epochs, steps, seed):
-    data, schedule = numbered(sizes), Schedule(width, epochs, steps)
+def test_padding_does_not_change_a_clients_batches(sizes, width, epochs, steps, seed):
+    data, workload = numbered(sizes), Workload(width, epochs, steps)
     clients = list(reversed(range(len(sizes))))
     client_keys = keys.fold(keys.key(seed), torch.tensor(clients))
-    together = cohort_batches(data, clients, schedule, client_keys)
-    alone = [ClientBatches(data, client, schedule, client_keys[i]) for i, client in enumerate(clients)]
+    together = cohort_batches(data, clients, workload, client_keys)
+    alone = [ClientBatches(data, client, workload, client_keys[i]) for i, client in enumerate(clients)]
     assert len(together) == max(len(batches) for batches in alone)
     for step in range(len(together)):
         batch = together[step]
@@ -90,5 +90,5 @@ def test_a_padded_client_sees_the_batches_it_would_see_alone(sizes, width, epoch
 
 
 def test_a_cohort_has_no_batch_beyond_its_last():
-    batches = cohort_batches(numbered([3, 5]), [0, 1], Schedule(2), keys.fold(keys.key(0), torch.arange(2)))
+    batches = cohort_batches(numbered([3, 5]), [0, 1], Workload(2), keys.fold(keys.key(0), torch.arange(2)))
     assert [len(batch.x) for batch in batches] == [2, 2, 2]

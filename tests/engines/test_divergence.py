@@ -12,14 +12,15 @@ import fedprior
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
+from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree, stack
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, m_step
 from fedprior.em.protocol import SMALL, finite
 from fedprior.engines.attack import ATTACKS
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import _check_clients
-from fedprior.engines.server import update
-from fedprior.engines.settings import Settings, build
+from fedprior.engines.server_state import update
 from fedprior.engines.stacked.joined import Kept
 from fedprior.priors import Gaussian
 
@@ -42,7 +43,7 @@ def flat(state: dict) -> dict[str, list | float]:
 
 
 @pytest.mark.parametrize("text", OPTIMISERS)
-def test_after_a_diverged_round_the_server_and_its_moments_are_those_before_it(text: str) -> None:
+def test_a_diverged_round_leaves_the_server_and_its_moments_unchanged(text: str) -> None:
     """Two good rounds, one that overflows, and then the run goes on as if it had not been."""
     optimiser = {"weights": Optimiser.parse(text)}
     algorithm = Algorithm(Gaussian(), optimiser, server=optimiser)
@@ -169,7 +170,7 @@ def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monke
     assert bool(sim.accuracy.isnan().all())
 
 
-def test_a_run_that_diverged_stays_where_it_was_while_others_go_on(small_task, monkeypatch) -> None:
+def test_a_diverged_run_keeps_its_state_while_others_continue(small_task, monkeypatch) -> None:
     """Stacked: one run's client sends infinities in the first round only; its state must not move in the second."""
 
     def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
@@ -201,7 +202,7 @@ def test_a_run_that_diverged_stays_where_it_was_while_others_go_on(small_task, m
     assert [sim.round for sim in sims] == [0, 2]
 
 
-def test_finite_looks_behind_the_given_dimensions_at_everything() -> None:
+def test_finite_reduces_over_all_but_the_leading_dimensions() -> None:
     for size in (3, SMALL + 1):
         tree = {"a": {"x": torch.ones(2, 3, size), "y": torch.ones(2, 3)}, "b": {"z": torch.ones(2, 3, 5, 2)}}
         assert finite(tree, 2).tolist() == [[True] * 3] * 2
@@ -213,7 +214,7 @@ def test_finite_looks_behind_the_given_dimensions_at_everything() -> None:
             leaf[1, 2] = spoiled
 
 
-def test_only_runs_that_are_fine_get_new_values() -> None:
+def test_only_runs_that_did_not_diverge_get_new_values() -> None:
     values, counts = torch.arange(6.0).reshape(3, 2), torch.arange(3, dtype=torch.int64)
     kept = Kept([values, counts], 3)
     new = [values + 10, counts + 10]
@@ -226,7 +227,7 @@ def test_only_runs_that_are_fine_get_new_values() -> None:
 
 
 @pytest.mark.parametrize(("attack", "sent"), [("sign-flip", [-19, 33]), ("scale", [201, -297]), ("constant", [1, 1])])
-def test_an_attack_is_the_step_that_it_is_named_after(attack: str, sent: list[float]) -> None:
+def test_each_attack_does_what_its_name_says(attack: str, sent: list[float]) -> None:
     """The server sent (1, 3) and the client learned (3, 0): a step of (2, −3)."""
     local, packet = {"weights": {"a": numbers(3, 0)}, "more": {"b": numbers(1)}}, {"weights": {"a": numbers(1, 3)}}
     tampered = ATTACKS[attack](torch.tensor(True), local, packet)
@@ -239,7 +240,7 @@ def test_an_attack_is_the_step_that_it_is_named_after(attack: str, sent: list[fl
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-def test_one_round_with_one_attacker_is_the_mean_with_one_step_turned_round(small_task, mode: str) -> None:
+def test_an_attacker_that_flips_its_step_enters_the_mean_so(small_task, mode: str) -> None:
     """FedAvg over all clients: the attacker's step counts minus ten times, the others' once."""
 
     def server(attack: str) -> tuple[dict[str, Tensor], Tensor]:

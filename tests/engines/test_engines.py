@@ -10,9 +10,10 @@ from torch import Tensor, nn
 import fedprior
 from fedprior.core import trees
 from fedprior.core.errors import DivergedError, RunError
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.tensors import disagreement_of, floor_flags
 from fedprior.runs.folder import RunFolder, checksum
 from small_world import CLASSES
@@ -77,7 +78,7 @@ def test_accuracies_are_counted_over_a_clients_own_examples(mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_whose_loss_alone_is_not_finite_is_named(small_task, mode) -> None:
+def test_a_client_with_only_its_loss_not_finite_is_named(small_task, mode) -> None:
     """Its weights do not move, so only the loss can tell."""
 
     def infinite(outputs: Tensor, y: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def test_a_client_whose_loss_alone_is_not_finite_is_named(small_task, mode) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_users_module_is_left_as_it_is(small_task, mode) -> None:
+def test_the_users_module_does_not_change(small_task, mode) -> None:
     task = small_task()
     before = {name: p.detach().clone() for name, p in task.network.module.named_parameters()}
     training = task.network.module.training
@@ -105,7 +106,7 @@ def test_the_users_module_is_left_as_it_is(small_task, mode) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in sim.server["weights"].items())
 
 
-def test_floors_and_distances_of_stacked_runs_are_each_runs_own() -> None:
+def test_stacked_runs_have_their_own_floors_and_distances() -> None:
     floored = {"floored": {"a": torch.tensor([[1.0, 0], [0, 0]]), "b": torch.tensor([[0.0, 0], [0, 1]])}}
     assert floor_flags(floored, 2).tolist() == [[True, False], [False, True]]
     once = {"floored": {"a": torch.tensor([1.0, 0]), "b": torch.tensor([0.0, 0])}}
@@ -115,7 +116,7 @@ def test_floors_and_distances_of_stacked_runs_are_each_runs_own() -> None:
     assert disagreement_of({}, {}, 2).shape == (2, 0)
 
 
-def test_a_later_runs_clients_have_their_own_examples(small_task) -> None:
+def test_clients_of_later_stacked_runs_have_their_own_examples(small_task) -> None:
     """Two stacked runs that share the examples but not who owns them: each as if alone."""
     task = small_task()
     data = task.data

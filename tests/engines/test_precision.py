@@ -11,7 +11,8 @@ from fedprior import wire
 from fedprior.catalogue.algorithms import run_settings
 from fedprior.core import keys, trees
 from fedprior.core.keys import Purpose
-from fedprior.engines.settings import Settings, build
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.engines.stacked.together import Together
 from fedprior.runs import specs, start
 from fedprior.runs.asked import Parts, config_of
@@ -30,7 +31,7 @@ def close(found, expected, atol=0.0):
 
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_counting_gives_the_run_that_encoding_gives(name, entropy):
+def test_counting_and_encoding_give_the_same_run(name, entropy):
     """To the last bit and byte: what is decoded is what was rounded."""
     precisions = "int4" if entropy else WIDE.get(name, "int8/int4")
     encoded = simulate(name, wire=precisions, entropy=entropy)
@@ -54,7 +55,7 @@ def test_vectorised_equals_in_turn(name, precisions):
     close(dict(trees.leaves(together.server)), dict(trees.leaves(in_turn.server)), atol=1e-9)
 
 
-def test_runs_with_settings_of_their_own_train_together_as_if_alone():
+def test_runs_with_different_settings_train_together_as_if_alone():
     def make():
         tasks = [make_task() for _ in range(2)]
         chosen = [
@@ -100,7 +101,7 @@ def test_resume_is_exact(name, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("name", "precisions"), NARROW)
-def test_learns_from_fewer_bytes(name, precisions):
+def test_learns_with_fewer_bytes(name, precisions):
     task = make_task(torch.float32)
     chosen = quick(name, task)
     given = {"batch_size": 4, "clients_per_round": 5}
@@ -115,7 +116,7 @@ def test_learns_from_fewer_bytes(name, precisions):
     assert records[0]["bytes_down"] < (0.5 if name != "fedsparse-unstructured" else 0.7) * full["bytes_down"]
 
 
-def test_what_a_client_remembers_is_what_the_server_heard():
+def test_a_client_remembers_what_the_server_received():
     """SCAFFOLD's control variates: the server's stays the mean of the clients' by their examples, rounded or not."""
     sim = simulate("scaffold", wire="int4", clients_per_round=5)
     for _ in range(3):
@@ -126,7 +127,7 @@ def test_what_a_client_remembers_is_what_the_server_heard():
         torch.testing.assert_close(control, mean, rtol=0, atol=1e-12)
 
 
-def test_weights_that_did_not_move_stay_the_servers_to_the_last_bit():
+def test_unmoved_weights_equal_the_servers_bit_for_bit():
     """The median of clients that mostly stayed is the server's own weight, not one near it."""
     task = make_task(torch.float32)
     chosen = fedprior.algorithm("fedmedian", task.network, precision=0.05)
@@ -137,7 +138,7 @@ def test_weights_that_did_not_move_stay_the_servers_to_the_last_bit():
     assert 0.3 < float(stayed.float().mean()) < 1
 
 
-def test_codes_of_one_client_are_the_same_alone_and_in_a_stack():
+def test_a_clients_codes_are_the_same_alone_and_stacked():
     network = fedprior.Network(Net(), torch.zeros(1, 8, 8))
     params = network.params()
     layout = wire.Layout(
@@ -160,7 +161,7 @@ def test_a_client_that_diverges_is_named(diverging_task):
         fedprior.run(diverging_task(wire="int4"), "fedavg", mode="vectorised")
 
 
-def test_runs_from_before_precision_was_a_setting_go_on(tmp_path):
+def test_runs_older_than_the_setting_precision_continue(tmp_path):
     task = make_task()
     chosen = algorithm("fedavg", task)
     fedprior.run(task, chosen, out=tmp_path / "old", messages="count")

@@ -14,7 +14,7 @@ from fedprior.core.options import plain
 from fedprior.core.settings import ATTACKS, PRECISIONS, RUN_OPTIONS, Settings
 from fedprior.em import statistics
 from fedprior.engines import attack
-from fedprior.engines.settings import check_run, check_useful
+from fedprior.engines.build import check_run, check_useful
 from fedprior.wire import precision
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=str,
 )
-def test_a_setting_beyond_its_border_is_refused(fine: dict, wrong: dict) -> None:
+def test_a_setting_out_of_range_is_refused(fine: dict, wrong: dict) -> None:
     Settings(**fine)
     with pytest.raises(SettingError):
         Settings(**wrong)
@@ -50,7 +50,7 @@ def world(norm: bool = False, tested: bool = True) -> fedprior.Task:
     return fedprior.own_task(nn.Sequential(*layers), [(x, y, x, y) if tested else (x, y)] * 10)
 
 
-def test_a_cohort_is_at_most_everybody() -> None:
+def test_a_cohort_is_at_most_all_clients() -> None:
     task = world()
     chosen = fedprior.algorithm("fedavg", task.network)
     check_run(Settings(clients_per_round=5), chosen, task.network, 5, uneven=False)
@@ -104,7 +104,7 @@ def asked(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_a_setting_without_effect_is_refused_and_with_its_fellow_it_is_taken(case: str) -> None:
+def test_a_setting_without_effect_is_refused_and_accepted_once_it_has_one(case: str) -> None:
     idle, fellow, words = IDLE[case]
     with pytest.raises(SettingError, match=words) as caught:
         asked(idle)
@@ -119,14 +119,14 @@ def test_every_refusal_has_a_case_and_defaults_are_never_refused() -> None:
     asked({name: option.default for name, option in RUN_OPTIONS.items()})
 
 
-def test_choices_are_those_that_the_code_knows() -> None:
+def test_choices_are_the_ones_that_the_code_knows() -> None:
     assert tuple(attack.ATTACKS) == ATTACKS
     assert tuple(precision.FORMATS) == PRECISIONS
     assert RUN_OPTIONS["statistics"].about.choices == statistics.KINDS
     assert RUN_OPTIONS["report_statistics"].about.choices == statistics.REPORTS
 
 
-def test_every_setting_says_what_it_is_and_has_a_default_that_can_be() -> None:
+def test_every_setting_is_described_and_has_a_valid_default() -> None:
     for name, option in RUN_OPTIONS.items():
         assert option.about.what, name
         assert plain(option.default) is not None

@@ -61,7 +61,7 @@ def launch(*command):
     return done.stdout
 
 
-def test_two_ranks_give_what_one_gives(tmp_path):
+def test_two_ranks_give_the_same_numbers_as_one(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     launch(str(script), json.dumps(CASES), str(tmp_path))
@@ -89,7 +89,7 @@ def test_the_command_line_under_torchrun_writes_and_prints_once(tmp_path, plain_
         assert (model[name] - value).abs().max() < 1e-6
 
 
-def test_alone_there_is_one_rank_and_nothing_is_gathered():
+def test_a_single_process_is_one_rank_and_gathers_nothing():
     tree = {"a": {"b": torch.ones(3)}}
     assert (ranks.count(), ranks.rank(), ranks.first()) == (1, 0, True)
     assert ranks.gather(tree, 3) is tree

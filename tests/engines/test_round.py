@@ -15,9 +15,10 @@ from fedprior import ALGORITHMS
 from fedprior.core import keys, trees
 from fedprior.core.federated import Shards
 from fedprior.core.keys import Purpose, Turn
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.core.settings import Settings
+from fedprior.engines.batches import ClientBatches, Workload
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 
 HEADER = 24
 """Bytes before the payload, as wire/codec.py's docstring lists them: 4 + 1 + 1 + 2 + 8 + 4 + 4."""
@@ -74,7 +75,7 @@ def test_fedavg_with_sgd_clients_equals_a_plain_torch_loop(small_task, momentum,
             batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server).train()
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1, momentum=momentum)
-            for batch in ClientBatches(task.data, client, Schedule(4, epochs), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, epochs), batch_key):
                 optimiser.zero_grad()
                 F.cross_entropy(local(batch.x), batch.y).backward()
                 optimiser.step()
@@ -101,7 +102,7 @@ def test_fedprox_with_sgd_clients_equals_a_plain_torch_loop(small_task):
             batch_key = turn.of(client).key(Purpose.BATCHES)
             local = copy.deepcopy(server)
             optimiser = torch.optim.SGD(local.parameters(), lr=0.1)
-            for batch in ClientBatches(task.data, client, Schedule(4, 2), batch_key):
+            for batch in ClientBatches(task.data, client, Workload(4, 2), batch_key):
                 optimiser.zero_grad()
                 pairs = zip(local.parameters(), server.parameters(), strict=True)
                 drift = sum((mine - yours.detach()).square().sum() for mine, yours in pairs)
@@ -141,7 +142,7 @@ def test_vectorised_equals_in_turn_in_single_precision(small_task, name):
     assert [r["train_loss"] for r in one.records] == pytest.approx([r["train_loss"] for r in other.records], rel=1e-4)
 
 
-def test_dropout_is_drawn_afresh_for_every_step_client_and_round(small_task):
+def test_dropout_differs_between_steps_clients_and_rounds(small_task):
     masks = []
 
     class Recorder(nn.Module):
@@ -184,7 +185,7 @@ def test_the_number_of_workers_changes_nothing(small_task, name):
     assert torch.equal(flat(one), flat(many))
 
 
-def test_a_client_without_test_examples_is_left_out_of_the_local_accuracy(small_task):
+def test_clients_without_test_examples_do_not_count_in_local_accuracy(small_task):
     for mode in ("in-turn", "vectorised"):
         task = small_task(test_sizes=(6, 0, 3, 0, 1, 2))
         result = fedprior.run(task, "fedavg", mode=mode, clients_per_round=6, rounds=2)
@@ -203,7 +204,7 @@ def test_an_optimiser_that_is_not_elementwise_trains_in_turn_and_says_so(small_t
 # ---------------------------------------------------------------------- what is sent and counted
 
 
-def test_fedavg_sends_four_bytes_a_parameter_and_a_header(small_task, messages):
+def test_fedavg_sends_four_bytes_per_parameter_and_a_header(small_task, messages):
     result = fedprior.run(small_task(), "fedavg", rounds=2)
     parameters = (9 + 1) * 4 + (36 + 1) * 12 + (12 + 1) * 4
     for record in result.records:
@@ -230,7 +231,7 @@ def test_recorded_bytes_are_the_lengths_of_the_messages_whether_encoded_or_count
     assert torch.equal(flat(counted), flat(encoded))
 
 
-def test_fedsparse_sends_the_network_that_its_gates_leave(small_task, messages):
+def test_fedsparse_sends_only_what_its_gates_leave(small_task, messages):
     task = small_task()
     fedprior.run(task, fedprior.algorithm("fedsparse", task.network, lambda0=1e-3), rounds=8, epochs=3)
     smallest, differing = math.inf, 0
@@ -307,7 +308,7 @@ def test_no_layer_ever_dies_and_the_record_says_when_the_floor_acted(small_task,
     assert force == "dropout" or result.summary["sparsity"] > 0.4, "it was forced hard"
 
 
-def test_the_servers_floor_keeps_a_unit_that_has_weights(small_task):
+def test_the_servers_floor_keeps_a_unit_with_weights(small_task):
     """A unit that was closed long ago may stand closer to its threshold than the last ones that are open."""
     task = small_task()
     prior = fedprior.algorithm("fedsparse", task.network).prior
@@ -329,7 +330,7 @@ def test_the_floor_is_not_recorded_when_it_does_nothing(small_task):
 # ---------------------------------------------------------------------- cohorts and seeds
 
 
-def test_a_cohort_has_every_client_at_most_once(small_task, cohorts):
+def test_no_client_is_twice_in_a_cohort(small_task, cohorts):
     for seed in range(10):
         fedprior.run(small_task((2,) * 6), "fedavg", rounds=2, clients_per_round=5, seed=seed)
     for clients, _, _ in cohorts:
@@ -366,7 +367,7 @@ def test_the_global_random_state_is_neither_read_nor_written(small_task):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedsparse"])
-def test_global_accuracy_is_that_of_the_model_on_all_test_examples(small_task, name):
+def test_global_accuracy_is_measured_on_all_test_examples(small_task, name):
     task = small_task(test_sizes=(6, 1, 9, 0, 4, 12))
     result = fedprior.run(task, name, rounds=6, epochs=3)
     right = total = 0
@@ -398,7 +399,7 @@ def test_an_example_in_two_test_sets_counts_once_in_the_union():
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedsparse"])
-def test_local_accuracy_keeps_for_each_client_the_model_it_last_sent(small_task, cohorts, name):
+def test_local_accuracy_is_that_of_the_model_each_client_last_sent(small_task, cohorts, name):
     task = small_task(test_sizes=(6, 1, 9, 5, 4, 12))
     result = fedprior.run(task, name, rounds=6, epochs=2, clients_per_round=2, mode="in-turn")
     latest = {}
@@ -436,7 +437,7 @@ def test_disagreement_is_the_distance_of_clients_gates_from_the_servers(small_ta
         assert record["tv_max"] > 1e-3
 
 
-def test_sparsity_is_what_the_servers_model_lacks(small_task):
+def test_sparsity_is_the_missing_share_of_the_servers_model(small_task):
     task = small_task()
     algorithm = fedprior.algorithm("fedsparse", task.network, lambda0=1e-3)
     result = fedprior.run(task, algorithm, rounds=12, epochs=3)
@@ -461,7 +462,7 @@ def test_training_loss_is_the_mean_over_steps_and_clients(small_task):
     assert result.records[0]["train_loss"] == pytest.approx(float(sum(expected).detach() / 2), rel=1e-5)
 
 
-def test_evaluation_happens_on_its_rounds_and_after_the_last(small_task):
+def test_evaluation_happens_when_due_and_after_the_last_round(small_task):
     result = fedprior.run(small_task(), "fedavg", rounds=7, evaluate_every=3)
     assert [record["round"] for record in result.records if "global_accuracy" in record] == [3, 6, 7]
 
@@ -476,7 +477,7 @@ def test_a_diverged_client_is_named_with_its_round(diverging_task, mode):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "feddrop", "fednarrow"])
-def test_what_is_shipped_is_the_average_of_the_rounds_late_ones_counting_more(small_task, name):
+def test_the_shipped_model_is_an_average_in_which_late_rounds_count_more(small_task, name):
     """Against the weights that polynomial decay comes to: round i of n counts as (i + 18)! / (i − 1)! does."""
     task = small_task(dtype=torch.float64)
     algorithm = fedprior.algorithm(name, task.network, average=True)

@@ -5,9 +5,10 @@ import torch
 
 import fedprior
 from fedprior.core import trees
+from fedprior.core.settings import Settings
 from fedprior.engines.batches import Places
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked import streaming
 
 
@@ -28,7 +29,7 @@ def test_streamed_equals_resident(small_task, name, mode, tests):
     assert torch.equal(one.simulation.accuracy.nan_to_num(-1), other.simulation.accuracy.nan_to_num(-1))
 
 
-def test_runs_swept_together_stream_too(small_task):
+def test_runs_of_a_sweep_can_stream(small_task):
     def servers(where):
         task = small_task()
         algorithm = fedprior.algorithm("fedsparse", task.network)
@@ -43,7 +44,7 @@ def test_runs_swept_together_stream_too(small_task):
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_only_the_cohort_travels(small_task):
+def test_only_the_cohorts_examples_are_copied_to_the_device(small_task):
     """What a round brings along are the rows of its clients, padded with their last, and nothing else."""
     data = small_task().data
     clients = [1, 2, 4]
@@ -58,7 +59,7 @@ def test_only_the_cohort_travels(small_task):
         assert torch.equal(y[rows], data.y[own])
 
 
-def test_an_unknown_place_is_refused():
+def test_an_unknown_location_of_data_is_refused():
     with pytest.raises(fedprior.SettingError, match="auto, device or host"):
         Settings(data="disk")
 

@@ -9,9 +9,10 @@ from torch import nn
 import fedprior
 from fedprior.core import trees
 from fedprior.core.optimisers import Optimiser
+from fedprior.core.settings import Settings
 from fedprior.em import Algorithm
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.settings import Settings, build
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Gaussian
 
@@ -56,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_runs_together_are_as_if_alone(small_task, case):
+def test_runs_trained_together_equal_runs_trained_alone(small_task, case):
     """Also the bytes: alone every message is encoded, together they are counted."""
     name, own, settings = CASES[case]
     task = small_task(dtype=torch.float64, test_sizes=(6, 0, 3, 0, 1, 2))
@@ -74,7 +75,7 @@ def test_runs_together_are_as_if_alone(small_task, case):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmix", "fedsparse"])
-def test_full_batches_need_no_weights_and_last_ones_may(small_task, name):
+def test_full_batches_have_no_weights_and_last_ones_may_have(small_task, name):
     """Clients of as many batches, of which only the last has padding: the others are told apart on the host."""
     task = small_task((8, 7, 8, 6), dtype=torch.float64)
     algorithm = fedprior.algorithm(name, task.network)
@@ -87,7 +88,7 @@ def test_full_batches_need_no_weights_and_last_ones_may(small_task, name):
     same(together, alone)
 
 
-def test_targets_that_are_no_labels_have_no_accuracy_in_either_engine():
+def test_targets_that_are_not_labels_have_no_accuracy_in_either_engine():
     draw = torch.Generator().manual_seed(0)
     clients = [tuple(torch.randn(n, d, generator=draw) for n, d in ((5, 3), (5, 2), (2, 3), (2, 2))) for _ in range(4)]
 
@@ -104,7 +105,7 @@ def test_targets_that_are_no_labels_have_no_accuracy_in_either_engine():
     assert together.accuracy.isnan().all()
 
 
-def test_an_algorithm_and_a_prior_of_ones_own_train_together(small_task):
+def test_own_algorithms_and_priors_train_together(small_task):
     class Own(Gaussian):
         scalars = ()
 
@@ -154,7 +155,7 @@ def test_a_run_that_diverges_does_not_disturb_the_others(small_task, place):
 
 
 @pytest.mark.parametrize("server", ["Adam(lr=0.01)", "NAdam(lr=0.01)", "SGD(lr=1.0, momentum=0.9)"])
-def test_when_all_diverge_the_moments_are_those_before_that_round(small_task, server):
+def test_if_all_runs_diverge_moments_are_those_before_the_round(small_task, server):
     task = small_task(dtype=torch.float64)
     algorithm = fedprior.algorithm("fedadam", task.network, server_optimiser=server)
     together, alone = simulate(task, algorithm), simulate(task, algorithm)
@@ -174,7 +175,7 @@ def test_when_all_diverge_the_moments_are_those_before_that_round(small_task, se
 # ---------------------------------------------------------------------- what cannot be stacked
 
 
-def test_runs_that_differ_in_what_is_taken_from_the_first_are_refused(small_task):
+def test_runs_that_differ_in_more_than_seed_and_scalars_are_refused(small_task):
     """One case for each thing that a round of all reads off the first run."""
     task = small_task()
     fedavg = fedprior.algorithm("fedavg", task.network)
@@ -206,7 +207,7 @@ def test_runs_that_differ_in_what_is_taken_from_the_first_are_refused(small_task
         assert "\n" not in str(error.value)
 
 
-def test_layers_that_are_not_trained_must_be_the_same_in_all_stacked_runs(small_task):
+def test_stacked_runs_must_share_their_frozen_layers(small_task):
     """Weights are stacked; what is frozen would be the first run's."""
     runs = []
     for value in (1.0, 2.0):
@@ -218,7 +219,7 @@ def test_layers_that_are_not_trained_must_be_the_same_in_all_stacked_runs(small_
         Together(runs)
 
 
-def test_a_server_optimiser_that_is_not_elementwise_is_not_shared_by_stacked_runs(small_task):
+def test_stacked_runs_cannot_share_a_server_optimiser_that_is_not_elementwise(small_task):
     task = small_task()
     algorithm = fedprior.algorithm("fedavg", task.network, server_optimiser="Adafactor(lr=0.01)")
     with pytest.raises(fedprior.SettingError, match="in turn"):

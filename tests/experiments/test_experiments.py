@@ -14,7 +14,7 @@ FIXED = {"partition_seed": 0}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_run_has_settings_that_exist_and_a_folder_of_its_own(name, tmp_path):
+def test_every_run_has_valid_settings_and_its_own_folder(name, tmp_path):
     specs = plan(experiment(name), [0, 1, 2], tmp_path, {})
     folders = {spec.out for spec in specs}
     assert len(folders) == len(specs) == 3 * len(experiment(name).methods)
@@ -54,7 +54,7 @@ def test_more_pressure_means_fewer_bytes_and_more_sparsity_in_the_paper(name):
         assert rows[f"fednarrow-{level}"] == Cells()  # not in the paper
 
 
-def test_runs_of_all_seeds_may_have_one_partition():
+def test_all_seeds_may_share_one_partition():
     one, other, own = (task("mnist-mini", seed=seed, **chosen) for seed, chosen in ((1, FIXED), (2, FIXED), (2, {})))
     assert one.data.fingerprint() == other.data.fingerprint() != own.data.fingerprint()
     assert task("mnist-mini", seed=0).data.fingerprint() == one.data.fingerprint()
@@ -81,7 +81,7 @@ def test_methods_can_be_chosen_and_stay_in_order():
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "two", "1,1", "1,x", ","])
-def test_seeds_that_are_none_are_refused(text):
+def test_invalid_seeds_are_refused(text):
     with pytest.raises(SettingError, match="--seeds takes how many"):
         read_seeds(text)
 

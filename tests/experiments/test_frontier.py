@@ -12,6 +12,7 @@ from fedprior.core.errors import SettingError
 from fedprior.report import pareto
 from fedprior.report.pareto import Point, Reference, points_of
 from fedprior.report.records import Estimate, find_runs
+from fedprior.runs import sweeps
 from fedprior_experiments import frontier
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -35,7 +36,7 @@ pairs = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, ma
 
 
 @given(pairs)
-def test_the_front_is_what_nothing_beats(given_pairs):
+def test_no_point_dominates_one_on_the_front(given_pairs):
     points = points_of([OneGroup(str(i), x, y) for i, (x, y) in enumerate(given_pairs)])  # type: ignore[misc]
     front = [(p.gib.mean, p.global_accuracy.mean) for p in points if p.best]
     assert front
@@ -76,7 +77,7 @@ def test_every_combination_is_a_run_and_settings_reach_those_that_know_them(tmp_
         ({"sparsities": [0.5, 0.5]}, "twice"),
     ],
 )
-def test_what_makes_no_frontier_is_refused(changes, words, tmp_path):
+def test_options_that_make_no_frontier_are_refused(changes, words, tmp_path):
     asked = {"sparsities": [0.5], "wires": ["int4"], "baselines": [], "seeds": [0], "settings": {}}
     with pytest.raises(SettingError, match=words):
         frontier.plan("mnist-mini", out=tmp_path, options={}, **{**asked, **changes})
@@ -106,12 +107,12 @@ def test_table_and_figure_show_every_point():
     assert [text.get_text() for text in figure.axes[1].texts] == ["FedDrop"]  # the other has no local accuracy
 
 
-def test_runs_of_another_folder_stand_beside_and_never_twice(tmp_path: Path):
+def test_runs_of_another_folder_are_shown_beside_and_never_twice(tmp_path: Path):
     """Those of the task, under labels that the frontier does not have itself."""
     options = {"rounds": 1, "clients_per_round": 2, "mode": "vectorised"}
     mine = frontier.plan("mnist-mini", [], [], ["fedavg"], [0], {}, tmp_path / "mine", options)
     others = frontier.plan("mnist-mini", [0.9], ["int4"], ["fedavg"], [0], {}, tmp_path / "others", options)
-    frontier.train([*mine, *others])
+    sweeps.train_missing([*mine, *others])
     found = frontier.read(mine, frontier.beside(tmp_path / "others", "mnist-mini"))
     assert [run.label for run in found] == ["fedavg", "90% sparse, int4"]
     assert found[0].path == mine[0].out
@@ -124,7 +125,7 @@ def test_runs_of_another_folder_stand_beside_and_never_twice(tmp_path: Path):
         frontier.beside(tmp_path / "nowhere", "mnist-mini")
 
 
-def test_the_papers_points_are_those_of_its_table():
+def test_the_papers_points_match_its_table():
     run = next(run for run in find_runs(RESULTS / "cifar10").runs if run.label == "fedavg")
     points = {point.label: point for point in frontier.published(run)}
     assert list(points) == ["FedAvg", "FedDrop", "FedL1", "low", "mid", "high"]

@@ -63,7 +63,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "figures" not in path.parts}
 
 
-def test_from_nothing_to_table_and_figures(reproduce, tmp_path):
+def test_reproduce_makes_runs_table_and_figures(reproduce, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra fedprior[report] is not installed")
     code, out, err = reproduce("--seeds", 2, "--out", "mine")
     assert (code, err) == (0, "")
@@ -93,7 +93,7 @@ def test_from_nothing_to_table_and_figures(reproduce, tmp_path):
     assert sorted(path.stem for path in (tmp_path / "mine" / "figures").glob("*.pdf")) == figures
 
 
-def test_a_second_call_trains_nothing_and_a_third_only_what_is_new(reproduce, tmp_path, quick):
+def test_a_second_call_trains_nothing_and_a_third_only_new_runs(reproduce, tmp_path, quick):
     reproduce("--seeds", 1, "--out", "mine")
     before = contents(tmp_path)
     code, out, _ = reproduce("--seeds", 1, "--out", "mine")
@@ -106,7 +106,7 @@ def test_a_second_call_trains_nothing_and_a_third_only_what_is_new(reproduce, tm
     assert {path.name for path in (tmp_path / "mine" / "sparse").iterdir()} == {"seed-0"}
 
 
-def test_an_interrupted_experiment_goes_on_to_the_same_records(reproduce, tmp_path, quick, monkeypatch):
+def test_an_interrupted_experiment_continues_to_the_same_records(reproduce, tmp_path, quick, monkeypatch):
     reproduce("--seeds", 1, "--out", "whole")
     plain_call = RunProgress.__call__
 
@@ -127,7 +127,7 @@ def test_an_interrupted_experiment_goes_on_to_the_same_records(reproduce, tmp_pa
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_diverged_run_is_told_of_and_does_not_stop_the_others(reproduce, tmp_path, quick, monkeypatch):
+def test_a_diverged_run_is_reported_and_does_not_stop_the_others(reproduce, tmp_path, quick, monkeypatch):
     wild = Method("wild", "Wild", "fedavg", {"local_optimiser": "SGD(lr=1e20)"})
     monkeypatch.setitem(EXPERIMENTS, "tiny", Experiment("tiny", "Tiny", "tiny", 2, (wild, *TINY.methods[:1])))
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_table_only_needs_records_but_neither_weights_nor_the_task(reproduce, tm
     assert {name: (tmp_path / "results" / name).read_text() for name in before} == before
 
 
-def test_table_only_of_nothing_is_refused_and_writes_nothing(reproduce, tmp_path, quick):
+def test_table_only_without_runs_is_refused_and_writes_nothing(reproduce, tmp_path, quick):
     (tmp_path / "empty").mkdir()
     for folder in ("nowhere", "empty"):
         code, _, err = reproduce("--table-only", "--out", folder)
@@ -170,7 +170,7 @@ def test_table_only_of_nothing_is_refused_and_writes_nothing(reproduce, tmp_path
     assert not (tmp_path / "mine" / "avg" / "table.md").exists()
 
 
-def test_a_copy_of_a_run_is_no_other_seed(reproduce, tmp_path, quick):
+def test_a_copied_run_does_not_count_as_another_seed(reproduce, tmp_path, quick):
     reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
     shutil.copytree(tmp_path / "mine" / "avg", tmp_path / "mine" / "avg-backup")
     code, out, _ = reproduce("--table-only", "--out", "mine")
@@ -180,7 +180,7 @@ def test_a_copy_of_a_run_is_no_other_seed(reproduce, tmp_path, quick):
     assert row["seeds"] == "1"
 
 
-def test_runs_of_any_seed_are_held_against_the_experiment(reproduce, tmp_path, quick):
+def test_runs_of_any_seed_are_compared_with_the_experiment(reproduce, tmp_path, quick):
     code, out, _ = reproduce("--seeds", "7,", "--methods", "avg", "--set", "size=7", "--out", "mine")
     assert code == 0
     assert "- with size=7" in out
@@ -188,7 +188,7 @@ def test_runs_of_any_seed_are_held_against_the_experiment(reproduce, tmp_path, q
     assert "- avg, seed 7: size = 7, not 6" in out
 
 
-def test_a_table_shows_what_the_folder_has_beside_the_chosen_methods(reproduce, tmp_path, quick):
+def test_a_table_shows_other_methods_of_the_folder_too(reproduce, tmp_path, quick):
     reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
     reproduce("--seeds", 1, "--methods", "sparse", "--out", "mine")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "mine" / "table.csv").read_text())))
@@ -203,14 +203,14 @@ def test_a_table_shows_what_the_folder_has_beside_the_chosen_methods(reproduce, 
         (("--device", "tpu9"), "device 'tpu9' is not available"),
     ],
 )
-def test_what_was_not_meant_is_refused_before_anything_is_made(reproduce, tmp_path, arguments, words):
+def test_likely_mistakes_are_refused_before_anything_is_written(reproduce, tmp_path, arguments, words):
     code, _, err = reproduce(*arguments, "--out", "mine")
     assert (code, err.count("\n")) == (2, 1)
     assert words in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_reader_should_know_is_said(reproduce, tmp_path, quick):
+def test_the_table_has_notes_about_what_a_reader_should_know(reproduce, tmp_path, quick):
     reproduce("--seeds", 2, "--rounds", 2, "--out", "mine")
     (tmp_path / "mine" / "avg" / "seed-1" / "summary.json").unlink()
     (tmp_path / "mine" / "sparse" / "seed-1" / "config.toml").write_text("run = 1")
@@ -235,7 +235,7 @@ def test_what_a_reader_should_know_is_said(reproduce, tmp_path, quick):
         (("--set", "batch_size=3"), "batch_size = 4, not 3"),
     ],
 )
-def test_runs_with_other_settings_are_never_taken_for_these(reproduce, tmp_path, quick, change, words):
+def test_runs_with_other_settings_are_not_mistaken_for_the_experiments(reproduce, tmp_path, quick, change, words):
     reproduce("--seeds", 1, "--rounds", 2, "--out", "mine")
     before = contents(tmp_path)
     code, _, err = reproduce("--seeds", 1, "--rounds", 2, *change, "--out", "mine")
@@ -244,7 +244,7 @@ def test_runs_with_other_settings_are_never_taken_for_these(reproduce, tmp_path,
     assert contents(tmp_path) == before
 
 
-def test_a_folder_with_something_else_is_left_alone(reproduce, tmp_path, quick):
+def test_a_folder_with_other_content_is_not_touched(reproduce, tmp_path, quick):
     (tmp_path / "mine" / "avg" / "seed-0").mkdir(parents=True)
     (tmp_path / "mine" / "avg" / "seed-0" / "thesis.tex").write_text("mine")
     code, _, err = reproduce("--seeds", 1, "--out", "mine")
@@ -253,14 +253,14 @@ def test_a_folder_with_something_else_is_left_alone(reproduce, tmp_path, quick):
     assert (tmp_path / "mine" / "avg" / "seed-0" / "thesis.tex").read_text() == "mine"
 
 
-def test_without_matplotlib_there_is_a_table_and_a_line(reproduce, tmp_path, quick):
+def test_without_matplotlib_there_is_a_table_and_one_line_about_figures(reproduce, tmp_path, quick):
     code, out, err = reproduce("--seeds", 1, "--methods", "avg", "--out", "mine")
     assert (code, err) == (0, "")
     assert "no figures: figures need matplotlib: pip install 'fedprior[report]'" in out
     assert (tmp_path / "mine" / "table.md").exists()
 
 
-def test_an_unknown_experiment_or_method_is_one_line(reproduce, tmp_path):
+def test_an_unknown_experiment_or_method_is_a_one_line_error(reproduce, tmp_path):
     code, _, err = reproduce("--methods", "avg,spares")
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'sparse'" in err

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedprior
-from fedprior.engines.settings import Settings
+from fedprior.core.settings import Settings
 
 
 @pytest.fixture

@@ -68,12 +68,12 @@ def test_one_wrong_number_is_refused(exchange, wrong):
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, 7.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["tv_mean", "tv_max"])
-def test_a_distance_of_gates_that_is_none_is_left_out(exchange, name, wrong):
+def test_a_missing_distance_of_gates_is_left_out(exchange, name, wrong):
     server, turn, content, _ = exchange
     assert messages.read_answer(changed(content, **{name: wrong}), 1, server, turn, Limits()).disagreement is None
 
 
-def test_truth_values_are_no_whole_numbers():
+def test_booleans_are_not_accepted_as_integers():
     assert messages._whole(1, 0, 2)
     assert not messages._whole(True, 0, 2)
     assert not messages._whole(1.0, 0, 2)
@@ -109,7 +109,7 @@ def test_only_one_array_of_raw_bytes_is_a_message(exchange):
 @pytest.mark.parametrize(
     "wrong", [{"client": -1}, {"client": 6}, {"client": 1.0}, {"down": 5}, {"up": 5}, {"examples": 0}], ids=str
 )
-def test_an_introduction_with_one_thing_wrong_is_refused(exchange, wrong):
+def test_an_introduction_with_one_mistake_is_refused(exchange, wrong):
     server, turn, _, introduction = exchange
 
     def check(about: dict) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def test_the_two_fingerprints_of_an_introduction_are_not_the_same(exchange):
     [{"round": 0}, {"round": -1}, {"round": 2**32}, {"accepted": -1}, {"accepted": 2**32}, {"run": "../x"}],
     ids=str,
 )
-def test_an_order_with_one_thing_wrong_is_refused_by_the_client(wrong):
+def test_an_order_with_one_mistake_is_refused_by_the_client(wrong):
     content = messages.write_order(Order(b"packet", 1, RUN, 0))
     assert messages.read_order(content) == Order(b"packet", 1, RUN, 0)
     about = ConfigRecord({**content[ABOUT], **wrong})
@@ -140,13 +140,13 @@ def test_an_order_with_one_thing_wrong_is_refused_by_the_client(wrong):
 
 
 @pytest.mark.parametrize("run", [RUN + "/..", RUN + "0", RUN[:-1], RUN.upper(), "", None, 7, RUN + "\n"])
-def test_a_runs_name_is_sixteen_digits_and_nothing_more(run):
+def test_a_runs_name_is_exactly_sixteen_digits(run):
     assert check_run(RUN) == RUN
     with pytest.raises(WireError):
         check_run(run)
 
 
-def test_a_foreign_machines_words_are_one_line_of_printable_letters(exchange):
+def test_text_from_foreign_machines_becomes_one_printable_line(exchange):
     server, _, _, _ = exchange
     strategy = HardEM(server, Limits())
     strategy._fault(7, 1, WireError("red \x1b[31m\n\x07 bell " + "x" * 1000))
@@ -157,7 +157,7 @@ def test_a_foreign_machines_words_are_one_line_of_printable_letters(exchange):
     assert (fault["node"], fault["client"]) == ("7", 1)
 
 
-def test_an_answer_to_what_was_not_asked_now_is_left_out(make_job, quick, tmp_path):
+def test_an_answer_to_an_earlier_question_is_left_out(make_job, quick, tmp_path):
     """An honest client's honest answer to a message that is no longer waited for."""
     job = make_job("fedavg", {"clients_per_round": 3})
     strategy, grid = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path)
@@ -172,7 +172,7 @@ def test_an_answer_to_what_was_not_asked_now_is_left_out(make_job, quick, tmp_pa
     assert any("nobody asked" in fault["what"] for fault in strategy.turn.faults)
 
 
-def test_fewer_good_replies_than_are_needed_are_not_enough(make_job, tmp_path):
+def test_too_few_good_replies_are_not_accepted(make_job, tmp_path):
     """One of six clients answers well, two are needed."""
     job = make_job("fedavg", {"clients_per_round": 6})
 

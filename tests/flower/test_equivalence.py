@@ -13,19 +13,28 @@ from torch import nn
 import fedprior
 import own_prior
 from fedprior.core import trees
-from fedprior.engines.settings import Settings, build
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.flower import HardEM, Job, Server, client_app, own_job
 
 RUN = "0123456789abcdef"
 COUNTED = ("round", "bytes_up", "bytes_down", "floored", "global_accuracy", "sparsity")
 """No sum of floats is in these."""
-ROUNDED = [own_prior.NAME, "fedsparse+scaffold", "fedsparse-unstructured", "feddrop", "fedmedian", "fedmix", "fedl1"]
+ROUNDED = [
+    *own_prior.ENTRIES,
+    "fedsparse+scaffold",
+    "fedsparse-unstructured",
+    "feddrop",
+    "fedmedian",
+    "fedmix",
+    "fedl1",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "wire"),
     [
-        *((name, "float32") for name in [*fedprior.ALGORITHMS, own_prior.NAME]),
+        *((name, "float32") for name in [*fedprior.ALGORITHMS, *own_prior.ENTRIES]),
         *((name, "int8/int4") for name in ROUNDED),
         ("fedavg", "int4"),
         ("fednarrow", "int4"),
@@ -88,7 +97,7 @@ def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path)
                 assert ours[key] == pytest.approx(value, rel=1e-12, nan_ok=True)
 
 
-def test_clients_of_ones_own_job_report_an_accuracy_where_there_is_one(quick, tmp_path):
+def test_clients_of_own_jobs_report_an_accuracy_if_there_is_one(quick, tmp_path):
     config = {"algorithm": "fedavg", "settings": "rounds=1; clients_per_round=2; device=cpu; evaluate_every=1"}
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
     parts = [(x[i : i + 3], x[i : i + 3].argmax(1), x[i + 3 : i + 6], x[i + 3 : i + 6].argmax(1)) for i in (0, 6)]
@@ -127,7 +136,7 @@ class Normed(nn.Module):
     ("statistics", "report", "wire"),
     [("shared", "received", "int8/int4"), ("shared", "running", "float32"), ("local", "running", "float32")],
 )
-def test_statistics_of_norms_are_the_simulators(statistics, report, wire, small_task, quick, tmp_path):
+def test_norm_statistics_equal_the_simulators(statistics, report, wire, small_task, quick, tmp_path):
     settings = {"statistics": statistics, "report_statistics": report, "wire": wire, "rounds": 2, "evaluate_every": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

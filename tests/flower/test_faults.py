@@ -143,7 +143,7 @@ def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_pat
     assert same(strategy.server.state, twin.state)
 
 
-def test_second_and_unasked_replies_are_left_out(make_job, quick, tmp_path):
+def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path):
     job = make_job("fedavg")
     grid = LocalGrid(job, tmp_path, lambda order, reply: [reply, copy.copy(reply)])
     records = []
@@ -182,7 +182,7 @@ def test_a_reply_that_flower_cannot_unpack_does_not_end_the_run(make_job, quick,
         assert fault["what"].isprintable()
 
 
-def test_a_server_that_is_gone_is_not_a_fault_of_the_nodes(make_job, quick, tmp_path):
+def test_a_lost_superlink_is_not_the_nodes_fault(make_job, quick, tmp_path):
     job = make_job("fedavg")
 
     class Grid(LocalGrid):
@@ -246,7 +246,7 @@ def test_a_node_that_never_answers_is_not_asked_until_it_greets(make_job, tmp_pa
     assert "faults" not in records[1]
 
 
-def test_others_are_asked_in_the_place_of_those_that_failed(make_job, quick, tmp_path):
+def test_other_clients_replace_those_that_failed(make_job, quick, tmp_path):
     job = make_job("fedavg", {"clients_per_round": 3, "rounds": 1})
     failed = []
 
@@ -286,7 +286,7 @@ def test_too_few_nodes_is_one_clear_error(make_job, tmp_path):
         HardEM(Server.new(job, RUN), limits).start(LocalGrid(job, tmp_path, clients=[4]))
 
 
-def test_nodes_of_another_model_or_number_do_not_take_part(make_job, quick, tmp_path):
+def test_nodes_with_another_model_or_number_do_not_take_part(make_job, quick, tmp_path):
     job, other = make_job("fedavg", {"clients_per_round": 6}), make_job("fedsparse")
 
     class Mixed(LocalGrid):
@@ -324,7 +324,7 @@ def test_late_joiners_take_part(make_job, quick, tmp_path):
     assert records == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
 
 
-def test_clients_answer_in_any_case(make_job, tmp_path):
+def test_clients_always_answer(make_job, tmp_path):
     grid = LocalGrid(make_job("fedavg"), tmp_path)
     for content in (RecordDict(), RecordDict({WIRE: ArrayRecord(), "about": MetricRecord({"round": 1})})):
         reply = grid.app(Message(content, 1000, "train"), grid.context(1000))

@@ -31,7 +31,7 @@ def test_named_job_is_what_fedprior_run_would_train():
     assert torch.equal(x, task.data.x[task.data.train[2]])
     assert torch.equal(test_y, task.data.test_y[task.data.test[2]])
     alone = fedprior.FederatedData.from_clients([(x, y, test_x, test_y)])
-    ours, theirs = ClientBatches(alone, 0, job.schedule, key), ClientBatches(task.data, 2, job.schedule, key)
+    ours, theirs = ClientBatches(alone, 0, job.workload, key), ClientBatches(task.data, 2, job.workload, key)
     assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -91,7 +91,7 @@ def test_a_mistake_is_found_before_anything_starts(wrong, message, tmp_path, mon
         deploy(tmp_path / "run")
 
 
-def test_after_a_failure_logs_stay_and_keys_do_not(tmp_path):
+def test_after_a_failure_logs_are_kept_and_keys_are_not(tmp_path):
     for name in ("certificates/node-0", "superlink.db", "superlink.log"):
         (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "a" / name).touch()
@@ -104,7 +104,7 @@ def test_after_a_failure_logs_stay_and_keys_do_not(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_interrupted_it_leaves_no_process(number, tmp_path):
+def test_an_interrupted_deployment_leaves_no_process(number, tmp_path):
     command = [sys.executable, "-c", INTERRUPTED, "--out", str(tmp_path / "run")]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

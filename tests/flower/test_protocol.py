@@ -13,8 +13,8 @@ from local_grid import LocalGrid
 import fedprior
 from fedprior.core import trees
 from fedprior.em import protocol
+from fedprior.engines.build import build
 from fedprior.engines.modes import engine
-from fedprior.engines.settings import build
 from fedprior.flower import HardEM, Server
 
 RUN = "0123456789abcdef"
@@ -65,7 +65,7 @@ def test_every_engine_runs_every_function_of_the_protocol(name, after_a_round, m
 
 
 @pytest.mark.parametrize("folder", ["engines", "flower", "trained", "runs"])
-def test_no_engine_has_a_step_of_the_protocol_of_its_own(folder):
+def test_no_engine_has_its_own_copy_of_a_protocol_step(folder):
     own = re.compile(r"\b[em]_step\(|\.broadcast\(|\.pack\(|\brestore\(|Purpose\.(COHORT|BROADCAST|ADOPT|COMMIT)")
     for path in (SRC / folder).rglob("*.py"):
         assert not own.search(path.read_text(encoding="utf-8")), path

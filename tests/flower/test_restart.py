@@ -60,7 +60,7 @@ def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
     assert one["engine"] == "flower"
 
 
-def test_a_folder_from_before_precision_was_a_setting_goes_on(make_job, tmp_path):
+def test_a_folder_older_than_the_setting_precision_continues(make_job, tmp_path):
     job = make_job("fedavg")
     run = tmp_path / "run"
     serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
@@ -160,7 +160,7 @@ def test_wrong_limits_leave_no_folder(make_job, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_more_rounds_may_be_added(make_job, tmp_path):
+def test_a_finished_deployment_may_get_more_rounds(make_job, tmp_path):
     job, longer = make_job("fedsparse", {"rounds": 2}), make_job("fedsparse", {"rounds": 4})
     run, whole = tmp_path / "run", tmp_path / "whole"
     serve(job, LocalGrid(job, tmp_path), {**LIMITS, "out": str(run)})
@@ -187,7 +187,7 @@ def remembering(value):
     return {"control": {"fc.bias": torch.full((3,), float(value))}}
 
 
-def test_a_client_goes_back_to_the_turn_that_the_server_used(tmp_path):
+def test_a_client_returns_to_the_turn_that_the_server_used(tmp_path):
     def turn(accepted, number, value):
         memory = Memory(tmp_path, RUN, 1, remembering(0))
         found = float(memory.recall(accepted)["control"]["fc.bias"][0])
@@ -216,7 +216,7 @@ def test_a_lost_or_foreign_memory_is_a_new_start(tmp_path):
     assert float(Memory(tmp_path, RUN, 1, remembering(0)).recall(1)["control"]["fc.bias"].sum()) == 0
 
 
-def test_nothing_is_written_where_nothing_is_remembered(tmp_path):
+def test_without_memory_nothing_is_written(tmp_path):
     memory = Memory(tmp_path, RUN, 1, {})
     assert memory.recall(3) == {}
     memory.keep(4, {})

@@ -70,7 +70,7 @@ def test_differentiates_twice(device):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
 
 
-def test_the_fallback_is_the_gradient(device):
+def test_the_fallback_equals_the_gradient(device):
     x, mask, weight, bias, direction = tensors(SHAPES[0], device)
     slope = grad(lambda x, w, b, m, d: (plain(x, m, w, b, 1e-3)[0] * d).sum(), (0, 1, 2))
     expected = vmap(slope)(x, weight, bias, mask, direction)

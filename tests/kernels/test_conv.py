@@ -49,7 +49,7 @@ def doubles(*values):
 
 @quick
 @given(convolutions())
-def test_three_products_are_torchs(device, case):
+def test_the_three_products_equal_torchs(device, case):
     x, weight, bias, stride, padding = tensors(case, device)
     leaves = doubles(x, weight, bias)
     out = naive(*leaves, stride, padding)
@@ -64,7 +64,7 @@ def test_three_products_are_torchs(device, case):
 
 
 @pytest.mark.parametrize(("swap", "unroll", "depth"), [(False, False, 32), (True, False, 16), (True, True, 32)])
-def test_every_way_to_cut_the_work_is_the_same(device, swap, unroll, depth):
+def test_every_tile_gives_the_same_numbers(device, swap, unroll, depth):
     x, weight, bias, stride, padding = tensors((16, 18, (5, 4), (3, 3), (2, 1), (1, 1), True), device)
     leaves = doubles(x, weight, bias)
     out = naive(*leaves, stride, padding)
@@ -111,7 +111,7 @@ def test_gradients_of_a_model_through_the_mode(device):
     close(shared, vmap(grad(loss), (0, None, None))(params, x[0], y[0]))
 
 
-def test_nested_maps_fold_into_one(device):
+def test_nested_vmaps_fold_into_one(device):
     net, params = clients(device, 4)
     params = {k: v.unflatten(0, (2, 2)) for k, v in params.items()}
     x, y = torch.randn(2, 2, 3, 5, 5, device=device), torch.randint(3, (2, 2), device=device)
@@ -149,7 +149,7 @@ def test_the_first_layer_costs_no_input_gradient(device, monkeypatch):
     assert asked == [(2, 4, 6, 3, 3)]
 
 
-def test_what_the_kernels_are_not_for_goes_to_torch(device):
+def test_unsupported_calls_go_to_torch(device):
     x = torch.randn(2, 3, 4, 6, 6, device=device, dtype=torch.float64)
     weight = torch.randn(2, 4, 4, 3, 3, device=device, dtype=torch.float64)
     with BatchedKernels(force=True) as mode:

@@ -9,7 +9,7 @@ from fedprior.kernels import draws
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
-def test_a_batch_of_keys_draws_what_each_draws_alone(device):
+def test_a_batch_of_keys_draws_what_each_key_draws(device):
     each = keys.fold(keys.key(7, device), torch.arange(5, device=device))
     expected = vmap(lambda key: keys.uniform(key, (3, 700)))(each)
     assert torch.equal(vmap(lambda key: draws.uniform(key, (3, 700)))(each), expected)
@@ -41,7 +41,7 @@ def test_folded_keys_and_bits_are_the_same_bit_for_bit(device):
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-def test_dropout_and_its_gradient_are_the_plain_ones(device):
+def test_dropout_and_its_gradient_equal_the_plain_ones(device):
     each = keys.fold(keys.key(7, device), torch.arange(3, device=device))
     x, direction = (torch.randn(3, 4, 301, device=device) for _ in range(2))
     for rate in (0.25, 0.5):

@@ -30,7 +30,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_norms_are_those_of_the_rows(device):
+def test_norms_equal_those_of_the_rows(device):
     given = [t for t in tensors(device) if t.dim() > 2]
     expected = torch.cat([t.flatten(2).square().sum(-1).sqrt() for t in given], 1)
     for norms in (gates.norms, row_norms):
@@ -38,7 +38,7 @@ def test_norms_are_those_of_the_rows(device):
         close(norms([t[1] for t in given]), expected[1])
 
 
-def test_products_and_both_gradients_are_torchs(device):
+def test_products_and_both_gradients_equal_torchs(device):
     given, z = tensors(device), gate_vector(device)
     directions = [torch.randn_like(t) for t in given]
 
@@ -78,7 +78,7 @@ def test_products_differentiate_twice(device):
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_logits_and_their_gradient_are_the_priors(device, each, masked):
+def test_logits_and_their_gradient_equal_the_priors(device, each, masked):
     draw = torch.Generator().manual_seed(2)
     norms = torch.rand(3, 300, generator=draw).to(device)
     v = (4 * torch.randn(3, 300, generator=draw)).to(device)
@@ -110,7 +110,7 @@ def test_logits_and_their_gradient_are_the_priors(device, each, masked):
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
-def test_draws_and_their_gradient_are_the_priors(device):
+def test_draws_and_their_gradient_equal_the_priors(device):
     logits = (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(3))).to(device)
     logits[:, :5] = thresholds.CLOSED
     each = keys.fold(keys.key(0, device), torch.arange(3, device=device))

@@ -19,7 +19,7 @@ MANY = 65_537
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the limit is a GPU's; an interpreter has none")
 
 
-def test_all_programs_stand_on_the_first_axis():
+def test_all_programs_are_on_the_first_axis():
     """The only one that takes more than 65,535; what a kernel reads is what its launch must give."""
     folder = Path(fedprior.kernels.__file__).parent
     used = {

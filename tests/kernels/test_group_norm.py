@@ -24,7 +24,7 @@ def both(function, *args):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_are_torchs(device, shape):
+def test_values_and_gradients_equal_torchs(device, shape):
     x, weight, bias, direction, groups = tensors(shape, device)
     value = lambda x, w, b: F.group_norm(x, groups, w, b, 1e-3)  # noqa: E731
     torch.testing.assert_close(*both(vmap(value), x, weight, bias), rtol=1e-4, atol=1e-4)

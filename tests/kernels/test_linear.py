@@ -19,7 +19,7 @@ def tensors(device, inner=(4,)):
 
 @pytest.mark.parametrize("inner", [(4,), (2, 3), ()])
 @pytest.mark.parametrize("biased", [True, False])
-def test_values_and_gradients_are_torchs(device, inner, biased):
+def test_values_and_gradients_equal_torchs(device, inner, biased):
     x, weight, bias = tensors(device, inner)
 
     def value(x, w, b):
@@ -33,14 +33,14 @@ def test_values_and_gradients_are_torchs(device, inner, biased):
     assert mode.routed == 2
 
 
-def test_the_gradient_of_the_weights_lies_as_they_do(device):
+def test_the_weights_gradient_has_their_memory_layout(device):
     x, weight, bias = (t.requires_grad_() for t in tensors(device))
     out = vmap(linear)(x, weight, bias)
     for value, slope in zip((x, weight, bias), torch.autograd.grad(out.sum(), (x, weight, bias)), strict=True):
         assert slope.stride() == value.stride()
 
 
-def test_differentiates_twice_and_under_two_maps(device):
+def test_differentiates_twice_and_under_two_vmaps(device):
     x, weight, bias = tensors(device)
     x, weight, bias = (t.expand(2, *t.shape) * torch.tensor([1.0, 2.0], device=device).reshape(-1, *[1] * t.dim())
                        for t in (x, weight, bias))  # fmt: skip

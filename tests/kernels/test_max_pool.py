@@ -15,7 +15,7 @@ def both(function, *args):
 
 
 @pytest.mark.parametrize("size", [(4, 6), (5, 7), (2, 3), (20, 23)])
-def test_values_and_gradients_are_torchs_with_ties(device, size):
+def test_values_and_gradients_equal_torchs_even_with_ties(device, size):
     torch.manual_seed(0)
     # Few distinct values, as after ReLU: the first of equals gets the gradient.
     x = torch.randint(3, (2, 3, 2, *size), device=device).float()

@@ -23,7 +23,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
 @pytest.mark.parametrize("case", CASES)
-def test_rounds_are_those_of_clients_in_turn(small_task, case, on_kernels, monkeypatch):
+def test_rounds_on_kernels_equal_rounds_in_turn(small_task, case, on_kernels, monkeypatch):
     name, own, task, settings = CASES[case]
     # On a GPU the first round runs without a graph, the second is captured and the third replays it.
     settings = {"rounds": 3 if on_kernels["device"] == "cuda" else 2, "clients_per_round": 2, **settings}

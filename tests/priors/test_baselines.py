@@ -83,7 +83,7 @@ def test_fedl1_thresholds_both_sides_at_its_strength() -> None:
     assert prior.effective_parameters(server) == int(gating.effective_parameters(server["open"]))
 
 
-def test_fedl1_absence_is_a_vote_for_zero() -> None:
+def test_fedl1_counts_absence_as_a_vote_for_zero() -> None:
     """A group that one of two clients dropped is pulled half way to zero, not left to the other client."""
     _, gating, params = lenet()
     prior = GroupLasso(gating, strength=1e-6)

@@ -41,7 +41,7 @@ def moved(server, unit: int, shrunk: float, raised: float):
         (-0.1, 0.1, None),
     ],
 )
-def test_a_gate_closes_by_what_moved_it_the_most(prior_and_server, shrunk, raised, cause):
+def test_a_gates_closing_is_attributed_to_its_larger_change(prior_and_server, shrunk, raised, cause):
     prior, server = prior_and_server
     for unit in range(5):
         after = moved(server, unit, shrunk, raised)
@@ -60,7 +60,7 @@ def test_counts_add_up_over_rounds(prior_and_server):
 
 
 @pytest.mark.parametrize("changes", [{}, {"server_optimiser": "none"}, {"dense_rounds": 2}, {"structured": False}])
-def test_every_unit_of_a_run_is_kept_or_has_closed_by_something(small_task, changes):
+def test_every_unit_is_open_or_has_a_cause_of_closing(small_task, changes):
     task = small_task(dtype=torch.float64)
     quick = {} if "server_optimiser" in changes else {"server_threshold_optimiser": "Adamax(lr=0.1)"}
     settings = {"lambda0": 1e-3, **quick, **changes}

@@ -41,7 +41,7 @@ def client_gates(prior: SpikeSlab, server: Tree) -> Tree:
     return prior.expect(local, prior.receive(packet)).gates
 
 
-def test_probabilities_do_not_change_with_the_columns_in_any_round_or_at_any_end() -> None:
+def test_lost_columns_change_no_probability_at_either_end() -> None:
     prior, server = prior_and_server()
     expected = prior.gates(server)[SECOND].clone()
     assert float(expected.min()) < 0.5, "some are in doubt"
@@ -57,7 +57,7 @@ def test_probabilities_do_not_change_with_the_columns_in_any_round_or_at_any_end
         assert found[FIRST][:gone].tolist() == [0.0] * gone
 
 
-def test_what_is_left_of_a_group_still_counts_in_its_norm() -> None:
+def test_lost_columns_still_count_in_a_groups_norm() -> None:
     """A weight that is left doubles: the norm grows by what it adds to the square, whatever has gone."""
     prior, server = prior_and_server()
     whole = server["weights"]["2.weight"].clone()

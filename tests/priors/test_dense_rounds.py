@@ -44,7 +44,7 @@ def test_dense_rounds_are_those_of_the_algorithm_without_gates(small_task, case,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_them_every_gate_starts_where_it_would_have(small_task, case):
+def test_after_dense_rounds_gates_start_as_usual(small_task, case):
     task = small_task(dtype=torch.float64)
     algorithm = sparse(task, case, 2)
     prior = algorithm.prior
@@ -68,7 +68,7 @@ def test_thresholds_work_once_the_dense_rounds_are_over(small_task):
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-def test_stopped_among_them_or_after_them_it_goes_on(small_task, tmp_path, mode, stop):
+def test_a_run_stopped_during_or_after_dense_rounds_continues(small_task, tmp_path, mode, stop):
     def halt(record):
         if record["round"] == stop:
             raise Broken
@@ -85,6 +85,6 @@ def test_stopped_among_them_or_after_them_it_goes_on(small_task, tmp_path, mode,
         assert torch.equal(value, found[path]), path
 
 
-def test_fewer_than_none_is_refused(small_task):
+def test_negative_dense_rounds_are_refused(small_task):
     with pytest.raises(fedprior.SettingError, match="dense_rounds must be at least 0"):
         fedprior.algorithm("fedsparse", small_task().network, dense_rounds=-1)

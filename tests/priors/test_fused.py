@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedprior.core import keys
 from fedprior.core.trees import Params, Tree, stack
 from fedprior.priors import Assignment, SpikeSlab
+from fedprior.priors.received import Received
 from fedprior.priors.thresholds import CLOSED, NO_THRESHOLD, OPEN, logits_and_gates, thresholds_for
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -105,18 +106,18 @@ def naive_penalty(prior: SpikeSlab, size: int, local: Tree, sent: Tree) -> float
 @pytest.mark.parametrize("precision", [0.0, 0.7], ids=["fused", "term by term"])
 @pytest.mark.parametrize("closed", [0, 2])
 @pytest.mark.parametrize("kind", PRIORS)
-def test_the_price_of_a_received_packet_is_the_formulas(kind: str, closed: int, precision: float) -> None:
+def test_the_price_of_a_received_packet_equals_the_formula(kind: str, closed: int, precision: float) -> None:
     """With λ = 0, the default, both terms are one price a gate; with λ above 0 they are added up one by one."""
     make, size = PRIORS[kind]
     prior = make(precision=precision)
     sent, local = prior.receive(packet(prior, 1, closed)), state(prior, 2)
-    assert "joint" in sent
+    assert isinstance(sent, Received)
     ours = -prior.tempered_log_prob(prior.expect(local, sent), sent)
     assert float(ours) == pytest.approx(naive_penalty(prior, size, local, sent), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", PRIORS)
-def test_every_setting_has_its_part_in_the_price(kind: str) -> None:
+def test_every_setting_contributes_to_the_price(kind: str) -> None:
     """Each term alone, so that no two mistakes can hide behind each other."""
     make, size = PRIORS[kind]
     for only in ({"lambda0": 0.0}, {"cross_entropy": 0.0}, {"lambda0": 0.0, "cross_entropy": 0.0}):
@@ -128,7 +129,7 @@ def test_every_setting_has_its_part_in_the_price(kind: str) -> None:
 
 @pytest.mark.parametrize("precision", [0.0, 0.7], ids=["fused", "term by term"])
 @pytest.mark.parametrize("kind", PRIORS)
-def test_the_slope_of_the_price_is_the_formulas(kind: str, precision: float) -> None:
+def test_the_slope_of_the_price_equals_the_formula(kind: str, precision: float) -> None:
     """∂/∂v_s = −π (1 − π) σ(v_s)/T · (λ/2 Σ(w_s − w)² + n λ₀ − κ logit θ), for one client and for a stack of them."""
     make, size = PRIORS[kind]
     prior = make(precision=precision)
@@ -227,7 +228,7 @@ def test_thresholds_give_the_logits_that_were_asked_for() -> None:
 # ---------------------------------------------------------------------- the server
 
 
-def test_a_unit_is_pruned_at_epsilon_and_what_is_above_stays() -> None:
+def test_a_unit_is_pruned_at_epsilon_and_kept_above() -> None:
     """θ of exactly ε goes; a little more stays."""
     prior = by_unit(prune_below=0.25)
     w = {**weights(1), "0.weight": torch.tensor([[3.0, 4], [0, 2], [1, 0]]).double()}
@@ -260,7 +261,7 @@ def test_the_start_is_theta_start_in_every_group() -> None:
     torch.testing.assert_close(prior.gates(prior.init(w))["0"], torch.full((3,), 0.9).double())
 
 
-def test_the_closed_form_keeps_theta_off_its_borders() -> None:
+def test_the_closed_form_keeps_theta_inside_its_range() -> None:
     """Three clients who all keep unit 0, of whom two keep unit 1 and none unit 2: θ = 0.9, ⅔ and 0.1."""
     prior = by_unit(theta_start=0.9)
     server = prior.prune(prior.init({**weights(1), "0.weight": 5 + weights(1)["0.weight"]}))

@@ -82,7 +82,7 @@ def test_a_setting_out_of_its_range_is_refused(make, wrong):
             make(value).check()
 
 
-def test_the_borders_of_the_ranges_are_allowed():
+def test_the_ends_of_ranges_are_allowed():
     for fine in (
         *(Gaussian(0.0), Laplace(0.0), Mixture(1, 1e-9, 0.0), Mixture(spread=1.0), GroupLasso(hidden_layer(), 0.0)),
         *(FixedGates(hidden_layer(), {"0": 0.0}), Narrow(hidden_layer(), 0.0, shrink=1.0, conv_rate=0.0)),
@@ -142,7 +142,7 @@ def test_the_mixture_is_the_log_of_a_mean_of_gaussians():
     torch.testing.assert_close(solved, numbers(shares[0] * 1 + shares[1] * 2, shares[1] * 1 + shares[0] * 2))
 
 
-def test_a_component_that_no_client_answers_to_stays_where_it_is():
+def test_a_component_without_clients_does_not_move():
     prior = Mixture(2, 1.0)
     server = {"weights": {"a": torch.tensor([[0.0, 0.0], [300.0, 500.0]]).double()}}
     uploads = stack([Assignment({"a": numbers(1, 2)}), Assignment({"a": numbers(3, 4)})])
@@ -150,7 +150,7 @@ def test_a_component_that_no_client_answers_to_stays_where_it_is():
     assert solved.tolist() == [[2, 3], [300, 500]]
 
 
-def test_a_client_of_the_mixture_takes_what_explains_its_data_best_and_looks_only_if_there_is_a_choice():
+def test_a_client_of_the_mixture_looks_at_its_data_only_if_there_is_a_choice():
     packet = {"weights": {"a": torch.tensor([[5.0], [1.0], [9.0]]).double()}}
     local = Mixture(3).adopt(packet, keys.key(0), lambda params: (params["a"] - 8.5).abs().sum())
     assert local["weights"]["a"].tolist() == [9.0]
@@ -161,7 +161,7 @@ def test_a_client_of_the_mixture_takes_what_explains_its_data_best_and_looks_onl
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.25, 1.0])
-def test_components_are_mixed_with_a_shuffle_of_their_own_entries(spread):
+def test_components_are_mixed_with_a_shuffle_of_the_models_entries(spread):
     value = torch.arange(50, dtype=torch.float64)
     first, second, third = Mixture(3, spread=spread).init({"a": value})["weights"]["a"]
     assert torch.equal(first, value)
@@ -202,7 +202,7 @@ def test_the_group_lasso_keeps_what_is_above_its_strength_and_not_what_is_at_it(
     assert strict["floored"]["0"] == 1
 
 
-def test_of_global_gates_only_what_was_sent_is_pulled():
+def test_with_global_gates_only_sent_weights_are_pulled():
     """Unit 1 is closed: its own weights and those that read it have no say; λ/2 over the rest."""
     for prior in (FixedGates(hidden_layer(), {"0": 0.5}, precision=0.4), Narrow(hidden_layer(), precision=0.4)):
         local, packet = hidden_params(2.0), {"weights": hidden_params(), "gates": gates(1, 0, 1)}
@@ -296,7 +296,7 @@ def test_noise_at_the_client_keeps_the_mean():
     assert float(drawn.mean()) == pytest.approx(1, abs=5 * 0.5 / 4000**0.5)
 
 
-def test_the_budgets_shares_and_what_is_shipped():
+def test_drawn_shares_and_the_shipped_network():
     """A unit's strength is its norm times that of what reads it: 5·1, 1·√8 and 0.5·√5."""
     prior = Narrow(hidden_layer(), 0.0, linear_rate=0.25, kinds={"0": "linear"})
     strengths = numbers(5, math.sqrt(8), 0.5 * math.sqrt(5))
@@ -309,7 +309,7 @@ def test_the_budgets_shares_and_what_is_shipped():
     assert prior.effective_parameters(server) == 2 * 3 + 2 * 2 + 2
 
 
-def test_the_budget_closes_the_least_worth_a_parameter_until_it_is_kept():
+def test_units_of_least_worth_per_parameter_close_until_the_size_is_met():
     """Every unit takes five parameters with it; shares are 0.558, 0.316 and 0.125 of 17 parameters."""
     prior = Narrow(hidden_layer(), sparsity=0.5, shrink=0.2, dense_rounds=1)
     weights, everything = hidden_params(), gates(1, 1, 1)
@@ -338,7 +338,7 @@ def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
     assert float(prior.log_prob(assignment, server)) == -2 + 10
 
 
-def test_runs_that_are_stacked_have_settings_of_their_own():
+def test_stacked_runs_have_their_own_settings():
     priors = [GroupLasso(hidden_layer(), value) for value in (0.1, 2.0)]
     settings = own_settings(priors, numbers(0))
     state: Tree = {"weights": hidden_params()}
@@ -361,7 +361,7 @@ class Near(Prior):
         return -sum((assignment.weights[name] - w).abs().sqrt().sum() for name, w in server["weights"].items())
 
 
-def test_a_density_is_enough_where_an_optimiser_takes_the_m_step():
+def test_with_a_server_optimiser_a_density_is_enough():
     sgd, params = {"weights": Optimiser("SGD", {"lr": 0.1})}, {"a": numbers(1.0, 5.0)}
     algorithm = Algorithm(Near(), sgd, sgd)
     algorithm.check(params)

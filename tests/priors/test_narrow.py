@@ -14,7 +14,8 @@ from fedprior.catalogue.models import LeNet5, ResNet20, initialise
 from fedprior.core import keys, trees
 from fedprior.core.errors import FedpriorWarning, SettingError
 from fedprior.core.network import Network
-from fedprior.engines.settings import Settings, applied
+from fedprior.core.settings import Settings
+from fedprior.engines.build import applied
 from fedprior.engines.stacked.tensors import own_settings
 from fedprior.priors import Narrow
 from fedprior.units import UnitGating, find_structure
@@ -58,7 +59,7 @@ def by_hand(gating: UnitGating, prior: Narrow, weights, gates, goal: float):
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(2, 9), min_size=3, max_size=4), st.floats(0.3, 1.0), st.integers(0, 1000))
-def test_it_keeps_what_a_plain_loop_keeps(widths, left, seed):
+def test_narrowing_equals_a_plain_loop(widths, left, seed):
     torch.manual_seed(seed)
     module = net_of(*widths).double()
     gating = gating_of(module, torch.randn(2, widths[0], dtype=torch.float64))
@@ -75,7 +76,7 @@ def test_it_keeps_what_a_plain_loop_keeps(widths, left, seed):
 @pytest.mark.parametrize("init", ["default", "glorot", "he"])
 @pytest.mark.parametrize("asked", [0.0, 0.3, 0.5, 0.8, 0.9, 0.95])
 @pytest.mark.parametrize("model", ["lenet5", "resnet20"])
-def test_the_asked_sparsity_is_reached_within_two_points_and_no_layer_dies(model, asked, init):
+def test_the_requested_sparsity_is_reached_within_two_points_and_no_layer_dies(model, asked, init):
     build = (lambda: LeNet5(3, 32, 10)) if model == "lenet5" else (lambda: ResNet20(3, 100))
     module = initialise(build, init, seed=3)
     network = Network(module, torch.zeros(3, 32, 32))
@@ -89,7 +90,7 @@ def test_the_asked_sparsity_is_reached_within_two_points_and_no_layer_dies(model
 
 
 @pytest.mark.parametrize(("floor", "asked", "head"), [(8, 0.5, 1.0), (1, 0.8, 0.0)])
-def test_neither_a_floor_nor_a_head_of_zeros_stands_in_the_way(floor, asked, head):
+def test_floors_and_zero_heads_do_not_prevent_the_requested_size(floor, asked, head):
     torch.manual_seed(0)
     module = net_of(500, 16, 32, 32, 10) if floor > 1 else net_of(20, 40, 40, 5)
     with torch.no_grad():
@@ -102,7 +103,7 @@ def test_neither_a_floor_nor_a_head_of_zeros_stands_in_the_way(floor, asked, hea
 
 
 @pytest.mark.parametrize("floor", [1, 3])
-def test_the_most_that_can_be_asked_is_reached_where_layers_are_added_up(floor):
+def test_the_highest_sparsity_is_reached_with_residual_additions(floor):
     """Layers of one residual stream keep different channels, and what reads the stream hears all of them."""
     gating = UnitGating(find_structure(ResNet20(), torch.zeros(3, 32, 32)), floor=floor)
     most = Narrow(gating).most_sparse()
@@ -119,7 +120,7 @@ def test_the_most_that_can_be_asked_is_reached_where_layers_are_added_up(floor):
         assert 0.7 * (1 - most) < drawn / gating.parameters < 1 - most + 1e-9
 
 
-def test_a_single_channel_that_is_added_to_many_has_a_strength():
+def test_a_channel_added_to_many_has_a_strength():
     class Added(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +153,7 @@ def test_strength_does_not_change_when_a_relu_network_is_rescaled():
     torch.testing.assert_close(gating.strengths(weights)["0"], by_loop)
 
 
-def test_the_network_shrinks_by_the_asked_rate_after_its_dense_rounds(small_task):
+def test_after_dense_rounds_the_network_shrinks_at_the_requested_rate(small_task):
     task = small_task()
     algorithm = fedprior.algorithm(
         "fednarrow-unstructured",
@@ -177,7 +178,7 @@ def test_a_number_of_parameters_is_not_exceeded(most):
     assert 0.97 * most <= prior.effective_parameters(server) <= most
 
 
-def test_asking_for_nothing_is_fedavg(small_task):
+def test_sparsity_zero_is_fedavg(small_task):
     task = small_task(dtype=torch.float64)
     nothing = fedprior.algorithm("fednarrow", task.network, sparsity=0.0, linear_rate=0.0, server_optimiser="none")
     found, expected = (fedprior.run(task, one, rounds=3) for one in (nothing, "fedavg"))
@@ -185,7 +186,7 @@ def test_asking_for_nothing_is_fedavg(small_task):
         torch.testing.assert_close(found.simulation.server["weights"][name], value)
 
 
-def test_asking_for_nothing_with_dropout_is_feddrop(small_task):
+def test_sparsity_zero_with_dropout_is_feddrop(small_task):
     """The same sub-networks by the same keys; FedDrop alone ships its weights as they are."""
     task = small_task(dtype=torch.float64)
     rates = {"linear_rate": 0.4, "server_optimiser": "Adam(lr=0.01)"}
@@ -197,7 +198,7 @@ def test_asking_for_nothing_with_dropout_is_feddrop(small_task):
         torch.testing.assert_close(found.simulation.server["weights"][name], value)
 
 
-def test_a_client_has_of_what_is_kept_as_much_as_the_rates_say():
+def test_a_client_gets_the_share_that_the_rates_leave():
     network = Network(LeNet5(3, 32, 10), torch.zeros(3, 32, 32))
     prior = fedprior.algorithm("fednarrow", network, sparsity=0.5, conv_rate=0.2, linear_rate=0.6).prior
     server = prior.init(network.params())
@@ -213,7 +214,7 @@ def test_a_client_has_of_what_is_kept_as_much_as_the_rates_say():
         assert all(not (packet["weights"][name] * (1 - mask)).any() for name, mask in left.items())
 
 
-def test_the_shipped_network_has_of_a_unit_what_clients_have_on_average():
+def test_the_shipped_network_scales_units_by_their_mean_presence():
     torch.manual_seed(0)
     module = net_of(5, 40, 3).double()
     network = Network(module, torch.zeros(5, dtype=torch.float64))
@@ -242,7 +243,7 @@ def test_only_hidden_units_are_left_out():
     assert not recorded_algorithm("fednarrow", network, given).prior.per_client
 
 
-def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
+def test_a_rate_of_zero_is_not_stacked_with_others():
     network = Network(net_of(5, 8, 3), torch.zeros(5))
     priors = [fedprior.algorithm("fednarrow", network, sparsity=0.3, linear_rate=rate).prior for rate in (0.0, 0.5)]
     with pytest.raises(SettingError, match="cannot be stacked"):
@@ -265,7 +266,7 @@ def test_a_rate_that_leaves_nothing_out_is_not_stacked_with_one_that_does():
         ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "it is about units"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):
+def test_impossible_sizes_are_refused(small_task, wrong, words):
     with pytest.raises(SettingError, match=words):
         fedprior.algorithm("fednarrow", small_task().network, **wrong)
 
@@ -275,7 +276,7 @@ def test_what_cannot_be_asked_for_is_refused(small_task, wrong, words):
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 8, 13, 33])
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
-def test_a_run_of_few_rounds_meets_its_size_all_the_same(small_task, rounds, sparsity):
+def test_a_short_run_still_reaches_its_size(small_task, rounds, sparsity):
     """The defaults for single weights need 34 rounds for a half, and had closed nothing after two."""
     task = small_task((4, 4, 4))
     chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=sparsity)
@@ -289,13 +290,13 @@ def test_a_run_of_few_rounds_meets_its_size_all_the_same(small_task, rounds, spa
         assert not fitted.settled(rounds // 2)
 
 
-def test_the_issues_own_two_rounds(small_task):
+def test_two_rounds_reach_the_size(small_task):
     task = small_task((4, 4, 4))
     chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5)
     assert fedprior.run(task, chosen, rounds=2).summary["sparsity"] == pytest.approx(0.5, abs=0.01)
 
 
-def test_with_rounds_enough_or_settings_of_ones_own_nothing_is_changed(small_task):
+def test_explicit_settings_and_long_runs_are_not_adjusted(small_task):
     task = small_task((4, 4, 4))
     chosen = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5)
     assert chosen.prior.fit(34) is chosen.prior
@@ -306,7 +307,7 @@ def test_with_rounds_enough_or_settings_of_ones_own_nothing_is_changed(small_tas
         fedprior.run(task, own, rounds=4)
 
 
-def test_momentum_on_what_was_pruned_says_nothing_of_what_goes_next():
+def test_momentum_of_pruned_weights_does_not_affect_pruning():
     """Of a layer whose closed units an optimiser has moved, the others keep their share, and go as they would have."""
     torch.manual_seed(0)
     module = net_of(6, 30, 30, 4).double()

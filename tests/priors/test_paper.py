@@ -15,7 +15,7 @@ from torch import Tensor
 import fedprior
 from fedprior.core import keys
 from fedprior.core.keys import Purpose, Turn
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 
 T, KAPPA, START, EPSILON = 1e-3, 1e-4, 0.99, 0.1
 LOCAL_LR = 0.05
@@ -74,17 +74,18 @@ class Twin:
         v = {group: value.detach().clone().requires_grad_() for group, value in self.v.items()}
         sgd = torch.optim.SGD(list(w.values()), lr=LOCAL_LR)
         adamax = torch.optim.Adamax(list(v.values()), lr=self.local_lr)
-        for step, batch in enumerate(ClientBatches(self.data, turn.client, Schedule(4), turn.key(Purpose.BATCHES))):
+        for step, batch in enumerate(ClientBatches(self.data, turn.client, Workload(4), turn.key(Purpose.BATCHES))):
             u = self.draws(keys.fold(turn.key(Purpose.RELAX), step))
             z, penalty = {}, torch.zeros((), dtype=torch.float64)
             for group, names in self.groups.items():
                 logit = (self.norms(w, group) - F.softplus(v[group])) / T
-                pi = torch.sigmoid(logit) * ~self.gone[group]
-                s = torch.sigmoid((u[group].logit() + logit + (2 / 3) * math.log(0.1 / 1.1)) / (2 / 3))
+                s = torch.sigmoid((u[group].logit() + logit) / (2 / 3))
                 z[group] = (s * 1.2 - 0.1).clamp(0, 1) * ~self.gone[group]
+                pi = torch.sigmoid(logit - (2 / 3) * math.log(0.1 / 1.1)) * ~self.gone[group]
+                active = theta_logit[group] - (2 / 3) * math.log(0.1 / 1.1)
                 size = sum(w[name].numel() for name in names) // v[group].numel() if self.by_unit else 1
                 # L0, and z log θ + (1 − z) log(1 − θ) up to a constant
-                penalty = penalty + (self.lambda0 * size * pi - KAPPA * pi * theta_logit[group]).sum()
+                penalty = penalty + (self.lambda0 * size * pi - KAPPA * pi * active).sum()
             loss = F.cross_entropy(network(self.gated(w, z), batch.x), batch.y) + penalty
             sgd.zero_grad()
             adamax.zero_grad()
@@ -155,7 +156,7 @@ def _where(columns: Tensor, before: dict[str, Tensor], after: dict[str, Tensor],
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
 @pytest.mark.parametrize("thresholds", ["stay", "follow"])
 @pytest.mark.parametrize(("by_unit", "server"), [(True, "mean"), (True, "adam"), (False, "adam")])
-def test_fedsparse_is_the_papers_two_algorithms(small_task, by_unit, server, thresholds, mode):
+def test_fedsparse_equals_the_papers_two_algorithms(small_task, by_unit, server, thresholds, mode):
     task = small_task(dtype=torch.float64)
     twin = Twin(task, server, by_unit, thresholds == "follow")
     algorithm = fedprior.algorithm(

@@ -68,7 +68,7 @@ def paper_penalty(prior: SpikeSlab, local: Tree, server: Tree, norms: Params) ->
     return total
 
 
-def test_local_penalty_and_its_gradients_are_the_papers(prior: SpikeSlab) -> None:
+def test_local_penalty_and_its_gradients_equal_the_papers(prior: SpikeSlab) -> None:
     server, local = state(0), with_grad(state(1))
     packet = opened(prior, server)
     variables = [*local["weights"].values(), *local["thresholds"].values()]
@@ -79,7 +79,7 @@ def test_local_penalty_and_its_gradients_are_the_papers(prior: SpikeSlab) -> Non
         torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
 
-def test_local_gradients_are_the_written_out_formulas(prior: SpikeSlab) -> None:
+def test_local_gradients_equal_the_formulas(prior: SpikeSlab) -> None:
     """∂/∂w_s = λ π (w_s − w);  ∂/∂v_s = −π(1−π) σ(v_s)/T · (λ/2 (w_s − w)² + λ0 − κ log θ/(1−θ))."""
     server, local = state(2), with_grad(state(3))
     packet = opened(prior, server)
@@ -340,7 +340,7 @@ def test_unit_wise_server_gradients_are_those_of_algorithm_1_for_what_was_sent()
 
 
 @pytest.mark.parametrize("dense", [0, 3])
-def test_the_slope_in_closed_form_is_the_gradient_of_what_the_m_step_climbs(dense: int) -> None:
+def test_the_closed_form_slope_is_the_m_steps_gradient(dense: int) -> None:
     """Over several clients whose gates differ, one layer's thresholds being those of the dense rounds."""
     prior, server, local = unit_prior()
     prior = SpikeSlab(prior.gating, temperature=T, dense_rounds=dense)

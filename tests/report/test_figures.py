@@ -65,7 +65,7 @@ def test_a_label_has_one_colour_in_all_figures(groups):
     assert len(set(colours[0].values())) == len(groups)
 
 
-def test_a_variant_has_the_colour_of_what_it_varies_and_other_dashes(groups):
+def test_a_variant_has_its_originals_colour_and_other_dashes(groups):
     first, *others = [group.label for group in groups]
     names = {label: figures.Name(label, "" if label == first else first) for label in (first, *others)}
     drawn = lines(figures.accuracy_against_bytes(groups, names).axes[0])
@@ -109,7 +109,7 @@ def test_files_are_pictures_and_the_same_records_give_the_same_bytes(groups, tmp
     assert paths[2].read_bytes().startswith(b"%PDF")
 
 
-def test_nothing_to_show_is_an_empty_figure(tmp_path, write_run):
+def test_no_records_give_an_empty_figure(tmp_path, write_run):
     write_run(tmp_path / "run", rounds=2, finished=False, every=100)
     (tmp_path / "run" / "rounds.jsonl").write_text("")
     groups = group_runs(find_runs(tmp_path).runs)
@@ -140,7 +140,7 @@ def test_one_seed_has_a_line_without_a_band(paperlike, tmp_path):
     figures.save(figure, tmp_path, "one", ["png"])
 
 
-def test_without_matplotlib_one_line_says_how_to_get_it(groups, monkeypatch):
+def test_without_matplotlib_one_line_says_how_to_install_it(groups, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(figures.NoMatplotlibError, match=r"pip install 'fedprior\[report\]'"):
         figures.accuracy_against_bytes(groups)

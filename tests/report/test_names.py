@@ -35,7 +35,7 @@ def labels(folders):
     return [run.label for run in told_apart([read_run(folder) for folder in folders])]
 
 
-def test_what_differs_is_the_name_and_nothing_else(write_run, tmp_path):
+def test_runs_are_named_by_exactly_what_differs(write_run, tmp_path):
     same = {"floor": 1, "gate_output": False}
     found = labels(
         made(
@@ -55,7 +55,7 @@ def test_what_differs_is_the_name_and_nothing_else(write_run, tmp_path):
     ]
 
 
-def test_a_setting_that_says_nothing_new_is_left_out(write_run, tmp_path):
+def test_a_redundant_setting_is_left_out_of_the_name(write_run, tmp_path):
     """Two that always change together: one of them tells."""
     found = labels(made(write_run, tmp_path, *(({"a": i, "b": 10 * i}, {"epochs": i}) for i in (1, 2, 3))))
     assert found == ["fedsparse a=1", "fedsparse a=2", "fedsparse a=3"]
@@ -79,7 +79,7 @@ def test_the_same_run_twice_is_named_by_its_folder(write_run, tmp_path):
     assert labels([first, other]) == [f"fedsparse ({first})", f"fedsparse ({other})"]
 
 
-def test_six_runs_of_one_algorithm_are_six_rows_and_six_lines(write_run, tmp_path):
+def test_six_settings_of_one_algorithm_are_six_rows_and_six_lines(write_run, tmp_path):
     """What was seen: six rows called "fedsparse"."""
     made(write_run, tmp_path, *(({"lambda0": 10.0**-i}, {}) for i in range(4, 10)))
     runs = gather([tmp_path]).runs

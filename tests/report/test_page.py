@@ -151,7 +151,7 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
 
 
 @needs_browser
-def test_many_runs_and_broken_ones(paperlike, write_run, tmp_path):
+def test_a_page_of_many_runs_and_broken_ones(paperlike, write_run, tmp_path):
     write_run(tmp_path / "odd" / "unfinished", finished=False, rounds=40)
     (write_run(tmp_path / "odd" / "damaged") / "rounds.jsonl").write_text('{"round": 1\n')
     (tmp_path / "odd" / "script").mkdir()
@@ -177,7 +177,7 @@ def test_the_tables_numbers_are_the_records(real, tmp_path):
         assert shown[name] == [name, "0", "8", *accuracies, *megabytes, *sizes]
 
 
-def test_the_page_tells_how_many_units_closed_by_what(real):
+def test_the_page_says_what_closed_how_many_units(real):
     text = page(find_runs(real).runs)
     last = json.loads((real / "fedsparse" / "rounds.jsonl").read_text().splitlines()[-1])
     rows = [row for row in Cells(text, "closed").rows if row]
@@ -230,7 +230,7 @@ def test_means_over_seeds_have_their_error(paperlike):
     assert rows["fedl1, mean ± s.e."][3] == f"{mean:.1f} ± {error:.1f}%"
 
 
-def test_folders_are_gathered_once_and_nothing_to_report_is_an_error(paperlike, tmp_path):
+def test_folders_are_gathered_once_and_no_runs_are_an_error(paperlike, tmp_path):
     one = paperlike / "fedavg" / "seed-0"
     found = gather([paperlike, one, tmp_path])
     assert len(found.runs) == 18

@@ -82,13 +82,13 @@ def test_estimates_are_those_of_the_standard_library(values):
     assert made.error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)), abs=1e-4)
 
 
-def test_one_run_has_no_error_and_none_has_no_mean():
+def test_a_single_run_has_no_error_and_no_runs_have_no_mean():
     assert estimate([3.0]).mean == 3.0
     assert math.isnan(estimate([3.0]).error)
     assert math.isnan(estimate([]).mean)
 
 
-def test_a_curve_ends_where_the_shortest_run_does(made, run):
+def test_a_curve_ends_with_the_shortest_run(made, run):
     lines = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
     (run / "rounds.jsonl").write_text("".join(lines[:3]))
     (run / "summary.json").unlink()
@@ -125,14 +125,14 @@ def test_an_unfinished_run_is_a_run_without_a_summary(run):
     assert len(group_runs([read])[0].curve("global_accuracy").x) == 0
 
 
-def test_a_diverged_run_says_so_until_it_is_finished(run):
+def test_a_diverged_run_is_marked_until_it_is_finished(run):
     (run / "diverged.txt").write_text("client 3 diverged in round 2\n")
     assert read_run(run).trouble == ""
     (run / "summary.json").unlink()
     assert read_run(run).trouble == "client 3 diverged in round 2"
 
 
-def test_numbers_that_do_not_exist_are_nan(run):
+def test_missing_numbers_are_nan(run):
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({**summary, "global_accuracy": None}))
     assert math.isnan(read_run(run).final("global_accuracy"))
@@ -171,7 +171,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_one_line_and_hides_no_other_run(run, made, tmp_path, case):
+def test_a_damaged_run_is_one_line_and_hides_no_other(run, made, tmp_path, case):
     name, change, words = DAMAGE[case]
     text = (run / name).read_text() if (run / name).exists() else ""
     changed = change(text)
@@ -193,20 +193,20 @@ def test_damage_is_one_line_and_hides_no_other_run(run, made, tmp_path, case):
 
 
 @given(st.binary(max_size=60), st.sampled_from(["config.toml", "rounds.jsonl", "summary.json", "partition.json"]))
-def test_no_file_raises(made, tmp_path_factory, content, name):
+def test_damaged_files_never_raise(made, tmp_path_factory, content, name):
     folder = tmp_path_factory.mktemp("fuzz") / "run"
     shutil.copytree(made[0] / "fedavg" / "seed-0", folder)
     (folder / name).write_bytes(content)
     assert isinstance(read_run(folder), Run | Broken)
 
 
-def test_nothing_is_found_where_there_is_nothing(tmp_path):
+def test_an_empty_folder_holds_no_runs(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         assert find_runs(path).runs == find_runs(path).broken == []
     assert "no config.toml" in read_run(tmp_path).reason
 
 
-def test_the_report_sees_records_and_nothing_that_trains():
+def test_the_report_imports_nothing_that_trains():
     for path in Path(fedprior.report.__file__).parent.glob("*.py"):
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
         assert all(

@@ -26,7 +26,7 @@ def test_markdown_has_title_cells_caption_and_notes():
     )
 
 
-def test_latex_escapes_what_would_end_a_row_and_sets_errors_below():
+def test_latex_is_escaped_and_has_errors_as_subscripts():
     lines = TABLE.latex().splitlines()
     assert lines[:4] == [
         "% Means of 5 percent of rounds.",
@@ -38,7 +38,7 @@ def test_latex_escapes_what_would_end_a_row_and_sets_errors_below():
     assert not [line for line in lines[1:] if re.search(r"(?<!\\)%", line)], "the rest of a row would be a comment"
 
 
-def test_csv_has_numbers_as_they_are_and_nothing_where_there_is_none():
+def test_csv_has_full_numbers_and_empty_cells():
     text = Table(["label", "a", "b", "c"], [["x, y", 0.1 + 0.2, None, math.nan]]).csv()
     assert list(csv.reader(io.StringIO(text))) == [["label", "a", "b", "c"], ["x, y", "0.30000000000000004", "", ""]]
 
@@ -51,7 +51,7 @@ def test_a_terminal_and_a_notebook_show_every_cell():
     assert "<td>&lt;b&gt;</td>" in Table(["x"], [["<b>"]]).html()
 
 
-def test_whoever_reads_a_run_reads_the_same(write_run, tmp_path):
+def test_all_readers_of_a_run_read_the_same(write_run, tmp_path):
     """Also one of the time when `wire` said how messages are made."""
     path = write_run(tmp_path / "run", rounds=3, every=1)
     text = (path / "config.toml").read_text()

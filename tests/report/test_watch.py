@@ -17,7 +17,7 @@ def shown(path):
     return console.file.getvalue()
 
 
-def test_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
+def test_watch_shows_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert f"waiting for a run in {folder}" in shown(folder).replace("\n", "")
     write_run(folder, rounds=40, finished=False)
@@ -41,7 +41,7 @@ def test_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
     assert "rounds.jsonl is damaged in line 1" in shown(folder)
 
 
-def test_a_folder_of_runs_and_the_end(paperlike):
+def test_watch_shows_a_folder_of_runs_and_ends_with_them(paperlike):
     console = Console(file=io.StringIO(), width=150)
     watch(paperlike, console)  # returns, because all are finished
     text = console.file.getvalue()
@@ -50,13 +50,13 @@ def test_a_folder_of_runs_and_the_end(paperlike):
     assert "█" in text
 
 
-def test_the_last_time_of_a_round_counts(tmp_path):
+def test_if_a_round_has_several_times_the_last_counts(tmp_path):
     (tmp_path / "times.jsonl").write_text('{"round": 1, "seconds": 5}\n[]\n{"round": 1, "seconds": 2.5}\nx\n')
     assert round_seconds(tmp_path) == {1: 2.5}
     assert round_seconds(tmp_path / "nowhere") == {}
 
 
-def test_it_waits_for_a_run_and_an_interrupt_ends_it_quietly(tmp_path, monkeypatch):
+def test_watch_waits_for_a_run_and_an_interrupt_ends_it_quietly(tmp_path, monkeypatch):
     waits = []
 
     def sleep(seconds):

@@ -11,12 +11,12 @@ from fedprior.runs.budget import read_bytes, run_bytes, sparsity_for
 @pytest.mark.parametrize(
     ("text", "count"), [("5GiB", 5 * 2**30), ("800 MB", 800_000_000), ("0.5KiB", 512), ("12B", 12), (".5kB", 500)]
 )
-def test_bytes_are_read_with_their_unit(text, count):
+def test_byte_counts_are_parsed_with_their_unit(text, count):
     assert read_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["5", "GiB", "-1MB", "1e9B", "5 gigabytes", ""])
-def test_what_is_not_a_number_of_bytes_is_refused(text):
+def test_invalid_byte_counts_are_refused(text):
     with pytest.raises(SettingError, match="number of bytes"):
         read_bytes(text)
 
@@ -26,7 +26,7 @@ def test_what_is_not_a_number_of_bytes_is_refused(text):
     ("name", "rate"),
     [("fednarrow", 0.0), ("fednarrow", 0.5), ("fednarrow+scaffold", 0.3), ("fednarrow-unstructured", 0.0)],
 )
-def test_a_run_sends_what_was_foreseen_and_stays_within_its_budget(small_task, name, rate, precision):
+def test_a_run_sends_the_predicted_bytes_and_stays_within_its_budget(small_task, name, rate, precision):
     task = small_task()
     given = {"rounds": 30, "wire": precision, "entropy": precision == "float32"}  # which has no code to be without
     settings = run_settings({**task.defaults, **given}, task.data.clients)
@@ -53,7 +53,7 @@ def test_few_sub_networks_are_counted_one_by_one(small_task):
     assert foreseen == sent["bytes_up"] + sent["bytes_down"]
 
 
-def test_a_budget_that_nothing_meets_and_one_that_everything_meets(small_task):
+def test_budgets_that_are_too_small_or_need_no_pruning(small_task):
     task = small_task()
     settings = run_settings({**task.defaults, "rounds": 5}, task.data.clients)
     build = lambda sparsity: fedprior.algorithm("fednarrow", task.network, sparsity=sparsity)  # noqa: E731

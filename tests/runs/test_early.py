@@ -42,7 +42,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_patience_ends_a_run_where_its_records_say(small_task, tmp_path):
+def test_patience_ends_a_run_as_its_records_show(small_task, tmp_path):
     """Against an unbroken run with the same numbers: what it would have recorded up to there."""
     settings = {"rounds": 40, "evaluate_every": 2, "local_optimiser": "SGD(lr=0.3)"}
     task = small_task(**{k: v for k, v in settings.items() if k != "local_optimiser"})
@@ -68,7 +68,7 @@ def test_patience_ends_a_run_where_its_records_say(small_task, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-def test_the_best_model_is_kept_also_through_a_restart(small_task, tmp_path, mode):
+def test_the_best_model_survives_a_restart(small_task, tmp_path, mode):
     task = small_task(rounds=40, evaluate_every=2, mode=mode)
     algorithm = fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.3)")
     seen = {}
@@ -101,7 +101,7 @@ def test_the_best_model_is_kept_also_through_a_restart(small_task, tmp_path, mod
     assert fedprior.run(task, algorithm, rounds=1).best is None
 
 
-def test_more_rounds_are_those_of_a_run_that_had_them_from_the_start(small_task, tmp_path):
+def test_an_extended_run_equals_one_that_was_longer_from_the_start(small_task, tmp_path):
     task = small_task(rounds=4, evaluate_every=2)
     fedprior.run(task, "fedavg", out=tmp_path / "run")
     with pytest.raises(RunError, match="has 4 rounds already: --rounds must be at least that, got 3"):
@@ -120,14 +120,14 @@ def test_more_rounds_are_those_of_a_run_that_had_them_from_the_start(small_task,
 @pytest.mark.parametrize(
     ("rounds", "words"), [("many", "rounds must be int"), (6.5, "rounds must be"), (1, "at least")]
 )
-def test_more_rounds_that_are_none(small_task, tmp_path, rounds, words):
+def test_invalid_extensions_are_refused(small_task, tmp_path, rounds, words):
     task = small_task(rounds=2)
     fedprior.run(task, "fedavg", out=tmp_path / "run")
     with pytest.raises(FedpriorError, match=words):
         fedprior.resume(tmp_path / "run", task=task, rounds=rounds)
 
 
-def test_settings_that_make_no_sense(small_task):
+def test_impossible_settings_are_refused(small_task):
     for wrong, words in (({"patience": 0}, "patience must be at least 1"), ({"keep": "all"}, "keep must be last or")):
         with pytest.raises(SettingError, match=words):
             fedprior.run(small_task(), "fedavg", **wrong)

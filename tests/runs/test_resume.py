@@ -52,7 +52,7 @@ def broken_run(task, name, folder, rounds, **settings):
 # ---------------------------------------------------------------------- kill -9
 
 
-def test_killed_at_any_moment_and_resumed_it_equals_an_unbroken_run(tmp_path, plain_arithmetic):
+def test_a_run_killed_anywhere_and_resumed_equals_an_unbroken_one(tmp_path, plain_arithmetic):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     # More rounds than it can have done before a busy machine lets the kill through; how many count is decided then.
     command = [sys.executable, "-m", "fedprior", "run", "mnist-mini", "--algorithm", "fedsparse", "--rounds", "9999"]
@@ -138,7 +138,7 @@ def broken_at(monkeypatch):
 
 
 @pytest.mark.parametrize(("rounds", "every"), [(2, 1), (3, 2)])
-def test_broken_at_every_write_and_resumed_it_equals_an_unbroken_run(
+def test_a_run_broken_at_any_write_and_resumed_equals_an_unbroken_one(
     small_task, tmp_path, broken_at, monkeypatch, rounds, every
 ):
     settings = {"rounds": rounds, "evaluate_every": 2, "checkpoint_every": every, "seed": 4}
@@ -170,7 +170,7 @@ def test_broken_at_every_write_and_resumed_it_equals_an_unbroken_run(
 
 
 @pytest.mark.parametrize("name", fedprior.ALGORITHMS)
-def test_stopped_twice_and_resumed_it_equals_an_unbroken_run(small_task, tmp_path, name):
+def test_a_run_stopped_twice_and_resumed_equals_an_unbroken_one(small_task, tmp_path, name):
     """Server optimisers' moments, controls and every client's last accuracy must have survived."""
     whole = fedprior.run(small_task(), name, out=tmp_path / "whole", checkpoint_every=1)
     folder = broken_run(small_task(), name, tmp_path / "broken", 2)
@@ -183,7 +183,7 @@ def test_stopped_twice_and_resumed_it_equals_an_unbroken_run(small_task, tmp_pat
         assert torch.equal(again.model.state_dict()[key], value)
 
 
-def test_the_moments_of_the_servers_optimiser_matter_to_that(small_task, tmp_path):
+def test_resuming_needs_the_server_optimisers_moments(small_task, tmp_path):
     """If they were lost, the test above would notice: without them the run ends elsewhere."""
     fedprior.run(small_task(), "fedadam", out=tmp_path / "whole")
     folder = broken_run(small_task(), "fedadam", tmp_path / "broken", 2)
@@ -212,7 +212,7 @@ def test_resuming_a_finished_run_changes_nothing(small_task, tmp_path):
     assert again.records == result.records
 
 
-def test_half_a_line_at_the_end_of_the_records_is_forgotten(small_task, tmp_path):
+def test_half_a_line_at_the_end_of_the_records_is_dropped(small_task, tmp_path):
     fedprior.run(small_task(), "fedavg", out=tmp_path / "whole", checkpoint_every=1)
     folder = broken_run(small_task(), "fedavg", tmp_path / "broken", 3)
     with (folder / "rounds.jsonl").open("a") as file:
@@ -221,7 +221,7 @@ def test_half_a_line_at_the_end_of_the_records_is_forgotten(small_task, tmp_path
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_progress_goes_on_with_the_rounds_that_are_left(small_task, tmp_path):
+def test_progress_continues_with_the_remaining_rounds(small_task, tmp_path):
     folder = broken_run(small_task(), "fedavg", tmp_path / "run", 2)
     seen = []
     fedprior.resume(folder, task=small_task(), progress=lambda record: seen.append(record["round"]))
@@ -259,7 +259,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_of_a_checkpoint_goes_to_the_simulations_device(name, tmp_path):
+def test_a_checkpoint_is_loaded_to_the_simulations_device(name, tmp_path):
     """Also what a round added to the server, such as the layers that pruning has closed."""
     first, second = simulate(name), simulate(name)
     first.step(evaluate=False)
@@ -365,7 +365,7 @@ def test_learning_rates_and_rounds_may_be_changed_in_the_config_before_resuming(
     assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 6
 
 
-def test_a_finished_run_that_goes_on_is_not_finished_until_it_is(small_task, folder):
+def test_an_extended_run_is_unfinished_until_its_new_end(small_task, folder):
     assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 5
     path = folder / "config.toml"
     path.write_text(path.read_text().replace("rounds = 5", "rounds = 8"))
@@ -376,7 +376,7 @@ def test_a_finished_run_that_goes_on_is_not_finished_until_it_is(small_task, fol
     assert read_run(folder).finished
 
 
-def test_fewer_rounds_than_were_trained_end_the_run_where_it_is(small_task, folder):
+def test_fewer_rounds_than_trained_end_the_run_at_once(small_task, folder):
     path = folder / "config.toml"
     path.write_text(path.read_text().replace("rounds = 5", "rounds = 2"))
     summary = fedprior.resume(folder, task=small_task()).summary

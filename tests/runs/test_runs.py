@@ -31,13 +31,13 @@ def finished(small_task, tmp_path):
 # ---------------------------------------------------------------------- the folder
 
 
-def test_the_folder_holds_what_a_run_is_known_by(finished):
+def test_the_folder_has_every_file_of_a_run(finished):
     names = {path.name for path in finished.path.iterdir()}
     records = {"config.toml", "partition.json", "rounds.jsonl", "times.jsonl", "summary.json"}
     assert names == records | {"model.safetensors", "checkpoint.safetensors"}
 
 
-def test_rounds_has_a_line_a_round_with_bytes_loss_and_where_evaluated_the_rest(finished):
+def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
     text = (finished.path / "rounds.jsonl").read_text()
     assert text.endswith("\n")
     records = [json.loads(line) for line in text.splitlines()]
@@ -60,7 +60,7 @@ def test_rounds_has_a_line_a_round_with_bytes_loss_and_where_evaluated_the_rest(
         assert record.get("tv_mean", 0) <= record.get("tv_max", 0)
 
 
-def test_a_layers_sparsity_is_the_share_of_its_weights_that_is_gone(finished):
+def test_a_layers_sparsity_is_the_removed_share_of_its_weights(finished):
     weights = safetensors.torch.load_file(finished.path / "model.safetensors")
     last = finished.records[-1]
     assert last["sparsity"] > 0, "nothing was pruned, so this tests nothing"
@@ -68,7 +68,7 @@ def test_a_layers_sparsity_is_the_share_of_its_weights_that_is_gone(finished):
         assert last[f"sparsity/{layer}"] == pytest.approx(float((weights[f"{layer}.weight"] == 0).double().mean()))
 
 
-def test_times_are_kept_beside_the_records_and_add_up(finished):
+def test_times_are_kept_separately_and_add_up(finished):
     times = [json.loads(line) for line in (finished.path / "times.jsonl").read_text().splitlines()]
     assert [line["round"] for line in times] == [1, 2, 3, 4, 5]
     assert all(line["seconds"] > 0 for line in times)
@@ -103,7 +103,7 @@ def test_the_model_file_is_the_model(finished, small_task):
     assert not finished.model.training
 
 
-def test_the_config_says_all_that_is_needed(finished):
+def test_the_config_is_complete(finished):
     config = tomllib.loads((finished.path / "config.toml").read_text())
     assert config["run"]["seed"] == 9
     assert config["run"]["batch_size"] == 4
@@ -141,7 +141,7 @@ def test_the_partition_is_kept_with_the_run(finished, small_task):
     assert (held["classes"], config["partition"]["clients"]) == (4, 6)
 
 
-def test_targets_that_are_no_labels_are_counted_as_examples(tmp_path):
+def test_targets_that_are_not_labels_are_counted_as_examples(tmp_path):
     clients = [(torch.ones(n, 3), torch.ones(n, 1)) for n in (2, 5)]
     task = fedprior.own_task(nn.Linear(3, 1), clients, loss=lambda out, y: ((out - y) ** 2).mean(1))
     fedprior.run(task, "fedavg", rounds=1, out=tmp_path / "run")
@@ -179,7 +179,7 @@ plain = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), plain | st.lists(st.text(), max_size=3)))
-def test_whatever_a_setting_holds_comes_back_from_toml(values):
+def test_any_setting_survives_toml(values):
     assert tomllib.loads(to_toml({"run": values, "empty": {}}).encode().decode()) == {"run": values, "empty": {}}
 
 
@@ -189,7 +189,7 @@ def test_any_label_survives_a_resume(small_task, tmp_path, label):
     assert fedprior.resume(tmp_path / "run", task=small_task()).summary["label"] == label
 
 
-def test_numbers_that_do_not_exist_are_null_in_the_files(small_task, tmp_path):
+def test_missing_numbers_are_null_in_the_files(small_task, tmp_path):
     task = small_task(test_sizes=(0,) * 6)
     fedprior.run(task, "fedavg", out=tmp_path / "run", rounds=1)
     for line in ((tmp_path / "run" / name).read_text() for name in ("rounds.jsonl", "summary.json")):
@@ -213,7 +213,7 @@ def test_a_run_folder_is_never_overwritten(small_task, finished, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_one_line(small_task, tmp_path):
+def test_an_impossible_run_folder_is_a_one_line_error(small_task, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "run", tmp_path / ("x" * 300)):
         with pytest.raises(RunError, match="cannot") as caught:
@@ -228,7 +228,7 @@ def test_an_empty_folder_may_be_used(small_task, tmp_path):
 # ---------------------------------------------------------------------- the Python API
 
 
-def test_own_model_own_clients_and_a_model_that_has_learnt(small_task, tmp_path):
+def test_a_users_model_learns_on_the_users_clients(small_task, tmp_path):
     task = small_task((30,) * 6, test_sizes=(10,) * 6)
     untouched = {name: value.clone() for name, value in task.network.module.state_dict().items()}
     settings = {"rounds": 12, "clients_per_round": 6, "epochs": 2, "batch_size": 6}
@@ -256,7 +256,7 @@ def test_few_clients_make_small_cohorts_by_default():
     assert fedprior.run(task, "fedavg", rounds=1).simulation.settings.clients_per_round == 2
 
 
-def test_parameters_that_are_frozen_stay_as_they_are(small_task):
+def test_frozen_parameters_do_not_change(small_task):
     task = small_task()
     task.network.module.conv.requires_grad_(False)
     before = task.network.module.conv.weight.clone()
@@ -266,7 +266,7 @@ def test_parameters_that_are_frozen_stay_as_they_are(small_task):
     assert not torch.equal(result.model.fc1.weight, task.network.module.fc1.weight)
 
 
-def test_the_same_named_task_from_its_name(monkeypatch, small_task):
+def test_a_task_given_by_name_is_the_same_task(monkeypatch, small_task):
     monkeypatch.setitem(fedprior.TASKS, "tiny", lambda seed, *, size=5: small_task((size,) * 4))
     by_name, built = fedprior.run("tiny", "fedavg", seed="3"), fedprior.run(fedprior.task("tiny"), "fedavg", seed=3)
     assert by_name.records == built.records
@@ -355,7 +355,7 @@ def test_an_unknown_task_suggests_the_nearest():
         fedprior.task("mnist-mini", aplha=1)
 
 
-def test_a_folder_of_when_fednarrow_was_called_fedsparse_says_so_in_one_line(finished, small_task):
+def test_a_folder_from_before_fednarrow_was_renamed_is_a_one_line_error(finished, small_task):
     config = finished.path / "config.toml"
     old = 'sparsity = SIZE\nmax_parameters = "none"\nshrink = "none"\nlinear_rate = 0.5\n'
     text = config.read_text().replace("dense_rounds = 0\n", f'dense_rounds = "none"\n{old}')
@@ -368,12 +368,12 @@ def test_a_folder_of_when_fednarrow_was_called_fedsparse_says_so_in_one_line(fin
     assert fedprior.resume(finished.path, task=small_task()).records == finished.records
 
 
-def test_ones_own_task_cannot_be_resumed_by_name(finished):
+def test_an_own_task_cannot_be_resumed_by_name(finished):
     with pytest.raises(RunError, match=r"trained a task of your own, 'own'; resume it from Python: resume\(.*task=…\)"):
         fedprior.resume(finished.path)
 
 
-def test_ones_own_algorithm_can_be_resumed_when_it_is_given_again(small_task, tmp_path):
+def test_an_own_algorithm_can_be_resumed_if_given_again(small_task, tmp_path):
     def own(task):
         return fedprior.Algorithm(
             fedprior.algorithm("fedprox", task.network).prior, {"weights": fedprior.Optimiser("SGD")}

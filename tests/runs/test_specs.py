@@ -28,7 +28,7 @@ def trained(once, tmp_path):
     return replace(once, out=shutil.copytree(once.out, tmp_path / "run"))
 
 
-def test_a_finished_run_is_found_whatever_it_is_called_and_wherever_it_is_computed(trained):
+def test_a_finished_run_is_recognised_despite_label_and_machine(trained):
     assert missing([trained]) == sweeps.unfinished([trained]) == []
     assert missing([replace(trained, label="fedsparse")]) == []
     assert missing([replace(trained, run={**RUN, "mode": "in-turn", "workers": "2", "checkpoint_every": "none"})]) == []
@@ -47,12 +47,12 @@ def test_a_finished_run_is_found_whatever_it_is_called_and_wherever_it_is_comput
         ({"algorithm_settings": {"lambda0": 2}}, "lambda0 = 1e-06, not 2.0"),
     ],
 )
-def test_another_run_is_named_by_the_setting_in_which_it_differs(trained, changes, words):
+def test_another_run_is_refused_by_the_setting_that_differs(trained, changes, words):
     with pytest.raises(RunError, match=f"has {words}"):
         missing([replace(trained, **changes)])
 
 
-def test_a_setting_younger_than_the_run_had_its_default(trained):
+def test_a_setting_newer_than_the_run_counts_as_its_default(trained):
     path = trained.out / "config.toml"
     younger = ("wire =", "validation =", "floor =", "evaluate_every =")
     lines = path.read_text().splitlines()
@@ -68,21 +68,21 @@ def test_a_setting_younger_than_the_run_had_its_default(trained):
             missing([replace(same, **changes)])
 
 
-def test_a_run_on_a_task_of_another_seed_is_another(trained):
+def test_a_run_on_a_task_with_another_seed_is_another_run(trained):
     path = trained.out / "config.toml"
     path.write_text(path.read_text().replace("[task]\n", "[task]\nseed = 8\n"))
     with pytest.raises(RunError, match="has the task's seed = 8, not None"):
         missing([trained])
 
 
-def test_only_a_whole_config_is_held_against_what_was_recorded_beyond_it(trained):
+def test_extra_recorded_settings_matter_only_for_a_whole_config(trained):
     expected = {**trained.config(), "algorithm": {}}
     check_same(trained.out, expected)
     with pytest.raises(RunError, match=r"has .* = .*, not None"):
         check_same(trained.out, expected, whole=True)
 
 
-def test_all_differences_are_told_in_the_order_of_the_tables():
+def test_all_differences_are_listed_in_order():
     recorded = {"run": {"rounds": 3}, "task": {}, "algorithm": {"lambda0": 1.0}}
     expected = {
         "run": {"task": "own", "algorithm": "own", "rounds": 4},
@@ -97,13 +97,13 @@ def test_all_differences_are_told_in_the_order_of_the_tables():
     assert differences(recorded, expected, {"task", "algorithm", "device", "rounds"}) == [("size", None, 2)]
 
 
-def test_a_value_that_cannot_be_is_refused_without_data(tmp_path):
+def test_an_impossible_value_is_refused_without_data(tmp_path):
     for changes in ({"run": {"rounds": "0"}}, {"task_options": {"clients": "many"}}, {"algorithm_settings": {"x": 1}}):
         with pytest.raises(SettingError):
             Spec("mnist-mini", "fedsparse", tmp_path, **changes).config()
 
 
-def test_what_is_no_run_is_refused_before_anything_is_trained(tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused_before_training(tmp_path):
     spec = Spec("mnist-mini", "fedavg", tmp_path / "run", run=RUN)
     spec.out.mkdir()
     (spec.out / "config.toml.part").write_text("half")  # from a crash in the first moment
@@ -115,7 +115,7 @@ def test_what_is_no_run_is_refused_before_anything_is_trained(tmp_path):
         missing([replace(spec, out=spec.out / "thesis.tex")])
 
 
-def test_a_finished_run_with_damaged_records_is_not_taken_for_whole(trained):
+def test_a_finished_run_with_damaged_records_is_not_accepted(trained):
     path = trained.out / "rounds.jsonl"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "round": 2}) + "\n")

@@ -53,7 +53,7 @@ def test_a_grid_is_every_combination():
     ]
 
 
-def test_brackets_hold_a_value_together():
+def test_brackets_keep_a_value_together():
     values = {"o": "SGD(lr=0.1, momentum=0.9),Adam(betas=(0.9, 0.99))", "u": "[fc1,fc2],[fc1],fc2"}
     found = list(sweeps.grid(values))
     assert {one["o"] for one in found} == {"SGD(lr=0.1, momentum=0.9)", "Adam(betas=(0.9, 0.99))"}
@@ -70,7 +70,7 @@ def test_brackets_hold_a_value_together():
         ((0,), {"lamda0": "1e-6"}, "lambda0"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(tmp_path, seeds, settings, message):
+def test_an_impossible_plan_is_refused(tmp_path, seeds, settings, message):
     with pytest.raises(SettingError, match=message):
         plan(tmp_path, seeds, **settings)
 
@@ -102,7 +102,7 @@ def test_runs_that_differ_in_more_than_numbers_of_the_prior_train_apart(tmp_path
 # ---------------------------------------------------------------------- stopped and started again
 
 
-def test_a_sweep_that_was_stopped_goes_on_where_each_run_is(tmp_path):
+def test_a_stopped_sweep_continues_every_run_where_it_was(tmp_path):
     """Other stacks than before, so other last bits: a gate that opens softly does not make much of them."""
     soft = {"lambda0": "1e-6,1e-3", "temperature": "0.1"}
     whole, broken = (plan(tmp_path / name, **soft) for name in ("whole", "broken"))
@@ -138,7 +138,7 @@ def test_a_folder_with_other_settings_is_refused(tmp_path):
         (tmp_path / "kept.json").rename(before[0].out / "summary.json")
 
 
-def test_a_folder_of_an_older_version_goes_on_or_says_how(tmp_path):
+def test_a_folder_of_an_older_version_continues_or_says_how(tmp_path):
     """Settings that it does not know had their defaults; one whose default has another name can be asked for."""
     specs = plan(tmp_path, (0,), "fednarrow", rounds="1")
     sweeps.train(specs)

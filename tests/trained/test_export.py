@@ -54,9 +54,9 @@ def test_personal_accuracy_is_what_the_next_round_would_record(name, small_task,
     assert [row["accuracy"] for row in found] == pytest.approx(result.simulation.accuracy.tolist())
 
 
-def test_a_result_and_its_folder_are_exported_alike_and_the_result_stays(tmp_path: Path, monkeypatch) -> None:
+def test_a_result_and_its_folder_give_the_same_export(tmp_path: Path, monkeypatch) -> None:
     # Nobody reads the times.
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task = fedprior.task("mnist-mini", clients=50)
     result = fedprior.run(task, "fedavg", rounds=1, clients_per_round=2, device="cpu", out=tmp_path / "run")
     for run, to in ((result, "from-result"), (tmp_path / "run", "from-folder")):
@@ -79,7 +79,7 @@ def test_a_personal_model_is_exported_without_its_closed_units(small_task, tmp_p
 
 
 def test_the_best_model_is_evaluated_and_exported_where_it_was_kept(small_task, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     task, kept = small_task(rounds=3, evaluate_every=1), {"keep": "best", "by": "sparsity"}
     result = fedprior.run(task, "fedavg", out=tmp_path / "run", **kept)  # of equals the first
     first, _, last = (record["global_loss"] for record in result.records)
@@ -100,7 +100,7 @@ def test_the_best_model_is_evaluated_and_exported_where_it_was_kept(small_task, 
             fedprior.export(run, tmp_path / "none", best=True, **given)
 
 
-def test_a_run_that_was_stopped_is_of_its_last_round_even_after_it_was_finished_before(small_task, tmp_path) -> None:
+def test_a_stopped_run_is_exported_as_of_its_last_round(small_task, tmp_path) -> None:
     task, run = small_task(rounds=6, checkpoint_every=1), tmp_path / "run"
     fedprior.run(task, "fedavg", out=run, progress=lambda record: fedprior.STOP)
     assert fedprior.evaluate(run, task=task)["title"] == "own, fedavg, round 1"
@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_is_of_its_last_round_even_after_it_was_finished_
     assert found["loss"] == pytest.approx(fedprior.evaluate(fedprior.run(task, "fedavg", rounds=3))["loss"])
 
 
-def test_other_data(small_task, tmp_path: Path) -> None:
+def test_evaluation_takes_other_data(small_task, tmp_path: Path) -> None:
     task = small_task()
     result = fedprior.run(task, "fedavg")
     x, y = task.data.test_x.numpy(), task.data.test_y.numpy()
@@ -130,7 +130,7 @@ def test_other_data(small_task, tmp_path: Path) -> None:
         fedprior.evaluate(result, data=tmp_path / "pixels.npz")
 
 
-def test_what_cannot_be_restored_is_said(small_task, tmp_path: Path) -> None:
+def test_what_cannot_be_restored_is_a_clear_error(small_task, tmp_path: Path) -> None:
     task = small_task()
     fedprior.run(task, "fedavg", out=tmp_path / "run")
     with pytest.raises(RunError, match=r"a task of your own, 'own'; export it from Python: export\("):

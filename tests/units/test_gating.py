@@ -133,7 +133,7 @@ def naive_mask(gates: Gates) -> Params:
     }
 
 
-def test_masks_of_all_hard_gates_are_those_said_by_hand(residual):
+def test_masks_of_hard_gates_equal_those_written_by_hand(residual):
     params = random_params(residual)
     for values in itertools.product([0.0, 1.0], repeat=len(listed(residual))):
         gates = as_gates(residual, values)
@@ -222,11 +222,11 @@ def test_masks_and_norms_are_the_same_under_vmap(residual):
         assert float(sizes[i]) == pytest.approx(float(residual.effective_parameters(gate)))
 
 
-def test_what_is_kept_from_within_a_transform_lasts():
+def test_tensors_kept_from_within_a_transform_stay_usable():
     """Sizes and tables first asked for under `grad`, or in inference mode, can be copied and trained with later."""
 
     def price(gating, gates):
-        return (gates * gating.joint_sizes(gates)).sum() + gating.tables.on("heard", gates.device).sum()
+        return (gates * gating.joint_sizes(gates)).sum() + gating.positions.on("heard", gates.device).sum()
 
     def fresh():
         return UnitGating(find_structure(Residual(), torch.randn(1, 3)))
@@ -270,7 +270,7 @@ layers = st.integers(1, 12).flatmap(
 
 @settings(max_examples=100, deadline=None)
 @given(layer=layers)
-def test_the_floor_holds_and_says_where_it_acted(layer):
+def test_the_floor_holds_and_reports_where_it_acted(layer):
     gates, ranks, least = layer
     scores = [float(rank) for rank in ranks]
     kept, acted = floored(gates, scores, least)
@@ -289,14 +289,14 @@ def test_an_empty_layer_keeps_its_best_gate():
     assert floored([0, 0, 0, 0], [-9.0, -2.0, -3.0, -8.0], 1) == ([0, 1, 0, 0], 1)
 
 
-def test_gates_that_follow_their_scores_are_filled_up_exactly():
+def test_the_floor_opens_exactly_the_missing_gates():
     """The usual case: open gates are the best ones, so exactly the least number is left."""
     assert floored([0, 1, 0, 0], [-9.0, 2.0, -3.0, -8.0], 3) == ([0, 1, 1, 1], 1)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), least=st.integers(1, 4), closed=st.floats(0.5, 1))
-def test_the_floor_of_all_layers_at_once_is_that_of_each(seed, least, closed):
+def test_the_floor_of_all_layers_at_once_equals_that_of_each(seed, least, closed):
     gating = UnitGating(find_structure(Residual(), torch.randn(1, 3)), floor=least)
     draw = torch.Generator().manual_seed(seed)
     scores = {layer: torch.randn(shape, generator=draw) for layer, shape in gating.gate_shapes.items()}
@@ -469,7 +469,7 @@ def test_a_mask_of_input_probabilities_is_the_expectation_over_all_hard_gates(pr
         torch.testing.assert_close(mask.expand(expected[name].shape), expected[name], rtol=0, atol=1e-12)
 
 
-def test_a_filter_is_gone_when_all_its_columns_are_closed_and_its_columns_when_it_is():
+def test_a_filter_disappears_with_its_columns_and_they_with_it():
     gating = by_inputs(LeNet5(1, 16, 4), torch.randn(1, 16, 16))
     repeat = gating.gate_shapes["fc1"][0] // gating.gate_shapes["conv2"][0]
     gates = gating.all_open({"x": torch.zeros(1)})

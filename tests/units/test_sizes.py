@@ -8,7 +8,7 @@ from fedprior.core.errors import ModelError
 from fedprior.units import UnitGating, WeightGating, find_structure
 
 
-def test_joint_sizes_are_each_gates_own_in_the_gates_order() -> None:
+def test_joint_sizes_are_in_the_order_of_the_gates() -> None:
     """A filter of 3×3 on one channel has 10 parameters, a neuron that reads 2·36 inputs has 73."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3), nn.ReLU(), nn.Linear(3, 2))
     gating = UnitGating(find_structure(model, torch.zeros(1, 8, 8)))
@@ -31,6 +31,6 @@ class Crossed(nn.Module):
         return result
 
 
-def test_channels_of_different_dimensions_are_no_sum_of_channels() -> None:
+def test_channels_of_different_dimensions_cannot_be_added() -> None:
     with pytest.raises(ModelError, match="differently laid out"):
         find_structure(Crossed(), torch.zeros(1, 4))

@@ -17,7 +17,7 @@ from fedprior.catalogue.models import LeNet5, LogisticRegression, ResNet20
 from fedprior.core.errors import ModelError
 from fedprior.core.trees import Gates, Params
 from fedprior.units import Reader, Structure, UnitGating, find_structure
-from fedprior.units.operations import ZERO_PRESERVING_MODULES
+from fedprior.units.torch_operations import ZERO_PRESERVING_MODULES
 
 
 class Net(nn.Module):
@@ -300,7 +300,7 @@ def test_lenet5s_structure():
 
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, probability=probabilities)
-def test_lenet5s_effective_size_is_that_of_the_smaller_lenet(seed, probability):
+def test_lenet5s_effective_size_is_that_of_a_smaller_lenet5(seed, probability):
     _, gating, _ = built("lenet5-2x2")
     gates = draw_gates(gating, seed, probability)
     a, b, c = (int(gates[layer].sum()) for layer in ("conv1", "conv2", "fc1"))
@@ -325,7 +325,7 @@ def resnet20_size(gates: Gates, channels: int, classes: int) -> int:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=seeds, probability=probabilities)
-def test_resnet20s_effective_size_is_what_one_counts_block_by_block(seed, probability):
+def test_resnet20s_effective_size_is_counted_block_by_block(seed, probability):
     _, gating, _ = built("resnet20")
     gates = draw_gates(gating, seed, probability)
     assert int(gating.effective_parameters(gates)) == resnet20_size(gates, channels=3, classes=5)
@@ -366,7 +366,7 @@ def test_nothing_reads_a_wire_with_an_ungated_contribution():
     assert built("an ungated contribution")[1].structure.readers == ()
 
 
-def test_a_users_functional_network_is_read_like_one_of_modules():
+def test_a_functional_network_is_traced_like_one_of_modules():
     found = built("functional")[1].structure
     assert found.readers == (
         Reader("conv2.weight", ("conv1",), 1),
@@ -423,7 +423,7 @@ def test_ungated_makes_an_unsupported_operation_harmless():
     assert [reader.parameter for reader in found.readers] == ["4.weight"]
 
 
-def test_tracing_leaves_the_model_as_it_was():
+def test_tracing_does_not_change_the_model():
     model = mixed_modules().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rng = torch.get_rng_state()
@@ -482,12 +482,12 @@ def weight_normed() -> nn.Module:
 
 
 @pytest.mark.parametrize(("build", "culprits"), [(tied, "ab"), (read_by_forward, "b"), (weight_normed, "a")])
-def test_a_weight_that_is_not_a_modules_own_is_refused(build, culprits):
+def test_a_weight_that_its_module_does_not_own_is_refused(build, culprits):
     with pytest.raises(ModelError, match=rf"module '{culprits[0]}'.*ungated={culprits[0]}"):
         structure_of(build(), 5)
 
 
-def test_following_that_advice_works():
+def test_following_the_advice_of_the_error_works():
     model = read_by_forward()
     found = structure_of(model, 5, ungated=["b"])
     assert [layer.name for layer in found.layers] == ["a"]
@@ -677,7 +677,7 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_analysed_is_refused_with_a_name_and_a_way_out(name):
+def test_what_cannot_be_analysed_is_refused_with_its_name_and_a_remedy(name):
     model, shape, fragments = REFUSED[name]
     with pytest.raises(ModelError) as refusal:
         structure_of(model, *shape)
@@ -686,7 +686,7 @@ def test_what_cannot_be_analysed_is_refused_with_a_name_and_a_way_out(name):
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, texts) in REFUSED.items() if any(ADVICE in t for t in texts)])
-def test_the_way_out_is_one(name):
+def test_the_suggested_remedy_works(name):
     """Ungated as advised, the same model is analysed, or has nothing left to gate."""
     model, shape, fragments = REFUSED[name]
     advised = next(fragment for fragment in fragments if ADVICE in fragment).removeprefix(ADVICE).split(",")
@@ -698,7 +698,7 @@ def test_the_way_out_is_one(name):
         assert not {layer.name for layer in found.layers} & set(advised)
 
 
-def test_frozen_norms_are_refused_because_a_closed_unit_would_speak_through_them():
+def test_frozen_norms_are_refused_because_closed_units_would_still_have_an_effect():
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 2))
     model[1].requires_grad_(False)
     with pytest.raises(ModelError, match=r"module '1' \(LayerNorm\).*frozen.*ungated=0"):
@@ -713,7 +713,7 @@ def test_an_unknown_name_in_ungated_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("kind", ZERO_PRESERVING_MODULES, ids=lambda kind: kind.__name__)
-def test_operations_said_to_preserve_zero_do_so_channel_by_channel(kind):
+def test_operations_listed_as_preserving_zeros_do_so_channel_by_channel(kind):
     name = kind.__name__
     dims = int(name[-2]) if name[-1] == "d" and name[-2].isdigit() else 2
     arguments = (2,) if "Pool" in name else ()

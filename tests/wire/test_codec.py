@@ -146,7 +146,7 @@ def forge(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_message_survives_to_the_last_bit(name, dtype, data):
+def test_a_message_survives_bit_for_bit(name, dtype, data):
     message, layout = data.draw(messages(name, dtype))
     encoded = encode(message, layout, 7)
     received = decode(encoded, layout, 7)
@@ -161,7 +161,7 @@ def test_a_message_survives_to_the_last_bit(name, dtype, data):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_message_costs_its_survivors_and_one_bit_a_gate(name, dtype):
+def test_a_message_costs_its_survivors_and_one_bit_per_gate(name, dtype):
     message, layout = example(name, dtype)
     kept = survivors(name, message.get("gates", {}))
     numbers = sum(int(mask.sum()) for section in kept.values() for mask in section.values())
@@ -188,7 +188,7 @@ def test_the_format_is_as_described_byte_by_byte():
     assert encode(message, layout, 3) == forge(layout, body, number=3)
 
 
-def test_what_the_layout_does_not_name_stays_at_home():
+def test_sections_outside_the_layout_are_not_sent():
     message, layout = example("units")
     with_more = {**message, "floored": {"0": torch.ones(())}, "thresholds": {"0": torch.ones(3)}}
     assert encode(with_more, layout) == encode(message, layout)
@@ -211,7 +211,7 @@ def test_all_closed_and_all_open_are_messages_too():
         assert len(encode(message, layout)) == HEADER_BYTES + 2 + 4 * expected
 
 
-def test_nothing_but_gates_may_travel():
+def test_a_message_may_hold_only_gates():
     gating = WeightGating({"w": (2, 3)})
     layout = gated_layout(gating)
     message = {"gates": {"w": torch.zeros(2, 3)}, "weights": {"w": torch.zeros(2, 3)}}
@@ -232,7 +232,7 @@ def test_a_received_message_does_not_share_memory_with_the_bytes():
 
 
 @pytest.mark.parametrize("model", [LeNet5(3, 32, 10), LogisticRegression(784, 10)], ids=lambda m: type(m).__name__)
-def test_a_dense_message_is_four_bytes_a_parameter_and_next_to_nothing_else(model):
+def test_a_dense_message_is_four_bytes_per_parameter_and_little_else(model):
     params = {name: p.detach() for name, p in model.named_parameters()}
     layout = Layout({"weights": Section({name: tuple(p.shape) for name, p in params.items()})})
     plain = 4 * sum(p.numel() for p in model.parameters())
@@ -242,7 +242,7 @@ def test_a_dense_message_is_four_bytes_a_parameter_and_next_to_nothing_else(mode
     assert all(torch.equal(received[name], value) for name, value in params.items())
 
 
-def test_a_gated_lenet5_pays_one_bit_a_unit():
+def test_a_gated_lenet5_pays_one_bit_per_unit():
     gating = UnitGating(find_structure(LeNet5(3, 32, 10), torch.randn(3, 32, 32)))
     layout = gated_layout(gating)
     params = {name: p.detach() for name, p in LeNet5(3, 32, 10).named_parameters()}
@@ -277,7 +277,7 @@ def test_a_body_cut_anywhere_is_refused_even_with_a_matching_checksum(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("extra", [1, 2, 3, 4, 8, 1000])
-def test_a_message_with_more_behind_it_is_refused(name, extra):
+def test_a_message_with_trailing_bytes_is_refused(name, extra):
     message, layout = example(name)
     data = encode(message, layout)
     for more in (bytes(extra), b"\xff" * extra, data[:extra]):
@@ -319,7 +319,7 @@ def test_random_bytes_are_refused(name, data):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=80, deadline=None)
 @given(body=st.binary(max_size=300))
-def test_random_bytes_behind_a_matching_header_are_refused_or_are_a_message(name, body):
+def test_random_bytes_after_a_valid_header_are_refused_or_decoded(name, body):
     layout = LAYOUTS[name](torch.float32)
     accepted_or_refused(forge(layout, body), layout)
 
@@ -327,7 +327,7 @@ def test_random_bytes_behind_a_matching_header_are_refused_or_are_a_message(name
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dense"])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_random_gates_with_the_right_number_of_random_values_are_a_message(name, data):
+def test_random_gates_with_matching_random_values_are_decoded(name, data):
     """The lengths must agree with what the gates leave, counted by hand; values may be any finite ones."""
     layout = LAYOUTS[name](torch.float32)
     bits = data.draw(st.lists(st.booleans(), min_size=layout.gate_count, max_size=layout.gate_count))
@@ -468,7 +468,7 @@ def memory_of_refusal(data: bytes, layout: Layout) -> int:
         tracemalloc.stop()
 
 
-def test_the_meter_of_this_test_works():
+def test_the_memory_meter_of_these_tests_works():
     with Allocations() as made:
         torch.ones(1000) + torch.ones(1000)
     assert made.total >= 12_000

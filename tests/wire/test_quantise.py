@@ -56,7 +56,7 @@ def naive_codes(values, levels, draws=None):
 
 @pytest.mark.parametrize("random", [False, True])
 @pytest.mark.parametrize("precision", WHOLE)
-def test_codes_and_scales_are_a_naive_twins(precision, random):
+def test_codes_and_scales_equal_those_of_a_naive_twin(precision, random):
     message, key = draw_message(0), keys.fold(keys.key(3), 1) if random else None
     coded = quantise(message, layout(precision), None, key)
     sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
@@ -69,7 +69,7 @@ def test_codes_and_scales_are_a_naive_twins(precision, random):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_floating_point_going_down_is_torchs_own_rounding(dtype):
+def test_floats_in_packets_are_rounded_as_torch_does(dtype):
     message = draw_message(1)
     coded = quantise(message, replace(layout(dtype), direction="down"))
     for name, value in message["weights"].items():
@@ -95,7 +95,7 @@ def test_random_rounding_is_unbiased(precision):
         assert max(len(entries[:, i].unique()) for i in range(entries.shape[1])) <= 2, "its two neighbours"
 
 
-def test_draws_are_of_their_key_and_differ_between_clients():
+def test_draws_depend_on_the_key_and_differ_between_clients():
     message, chosen = draw_message(2), layout("int4")
     one, same, other = (quantise(message, chosen, None, keys.fold(keys.key(0), i)) for i in (1, 1, 2))
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trees.leaves(one), trees.leaves(same), strict=True))
@@ -110,7 +110,7 @@ values = hnp.arrays(
 @pytest.mark.parametrize("precision", WHOLE)
 @settings(max_examples=100, deadline=None)
 @given(array=values, seed=st.integers(0, 2**40))
-def test_the_error_is_at_most_a_step_and_half_a_step_going_down(precision, array, seed):
+def test_the_error_is_at_most_one_step_or_half_a_step_in_packets(precision, array, seed):
     chosen = Layout({"weights": Section({"w": (4, 6)})}, precision=precision)
     message = {"weights": {"w": torch.from_numpy(array)}}
     for key, share in ((keys.key(seed), 1.0), (None, 0.5)):
@@ -161,7 +161,7 @@ def test_a_negligible_row_is_zero_and_the_others_are_untouched(precision, random
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
-def test_what_has_not_moved_is_exact(precision):
+def test_unmoved_numbers_are_exact(precision):
     """A unit that stayed where it was has a scale of zero; an entry that stayed has code zero."""
     packet, message = draw_message(5), draw_message(5)
     message["weights"]["fc"][1] += torch.randn(5, generator=torch.Generator().manual_seed(0))
@@ -193,7 +193,7 @@ def test_the_server_adds_the_difference_to_its_own_weights(precision):
             torch.testing.assert_close(at_client[name], message["weights"][name], rtol=0, atol=1e-12)
 
 
-def test_changes_smaller_than_a_step_going_down_add_up():
+def test_changes_smaller_than_a_step_accumulate():
     """A server that starts again from what it rounded would never move."""
     task_weights = {"weights": {"w": torch.full((1, 4), 0.5)}}
     task_weights["weights"]["w"][0, 0] = 1.0
@@ -207,7 +207,7 @@ def test_changes_smaller_than_a_step_going_down_add_up():
     torch.testing.assert_close(server["weights"]["w"], task_weights["weights"]["w"] - 0.2)
 
 
-def test_what_gates_remove_has_no_say():
+def test_removed_numbers_do_not_affect_scales():
     """Neither in a row's scale nor in its codes, be it a number that is none."""
     gating = WeightGating({"w": (2, 3)})
     chosen = Layout({"weights": Section({"w": (2, 3)}, gating.mask)}, {"w": (2, 3)}, precision="int8")
@@ -219,7 +219,7 @@ def test_what_gates_remove_has_no_say():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_number_that_is_none_stays_one(bad):
+def test_nan_stays_nan(bad):
     """So that a client that diverged is noticed."""
     for precision in ROUNDED:
         message = draw_message(9)
@@ -231,7 +231,7 @@ def test_a_number_that_is_none_stays_one(bad):
 # ---------------------------------------------------------------------- priors
 
 
-def test_a_mixtures_packet_has_a_scale_a_unit_of_each_model_and_uploads_refer_to_their_mean():
+def test_a_mixtures_packet_has_scales_per_model_and_uploads_refer_to_the_mean():
     network = fedprior.Network(small_net(), torch.zeros(1, 8, 8))
     algorithm = replace(fedprior.algorithm("fedmix", network, components=2), wire=Wire.of("int8/int4"))
     server = algorithm.init(network.params())
@@ -269,7 +269,7 @@ def test_clients_see_the_gate_probabilities_that_the_server_has(wire):
         torch.testing.assert_close(algorithm.prior.gates(packet)[layer], theta, rtol=0, atol=2e-3)
 
 
-def test_thresholds_one_a_weight_are_near_enough_in_float16():
+def test_float16_suffices_for_weight_wise_thresholds():
     network = fedprior.Network(small_net(), torch.zeros(1, 8, 8))
     algorithm = replace(fedprior.algorithm("fedsparse-unstructured", network), wire=Wire.of("int8"))
     server = algorithm.prior.prune(algorithm.init(network.params()))

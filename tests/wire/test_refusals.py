@@ -52,7 +52,7 @@ def other_ends() -> dict[str, tuple[Layout, Layout]]:
 
 
 @pytest.mark.parametrize("differ", other_ends())
-def test_ends_that_differ_in_one_thing_do_not_understand_each_other(differ: str) -> None:
+def test_ends_that_differ_in_any_detail_refuse_each_other(differ: str) -> None:
     one, other = other_ends()[differ]
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == replace(one).fingerprint
@@ -67,7 +67,7 @@ def test_a_message_of_an_earlier_or_later_round_is_refused(layout: Layout, numbe
         decode(data, layout, 7)
 
 
-def test_a_header_of_another_precision_is_refused_though_its_fingerprint_is_ours() -> None:
+def test_a_header_with_another_precision_is_refused_despite_its_fingerprint() -> None:
     body = encode(message(), PLAIN)[HEADER_BYTES:]
     assert decode(forge(PLAIN, body, precision=0), PLAIN)
     for precision in (1, 2, 3, 4, 5, 255):
@@ -75,7 +75,7 @@ def test_a_header_of_another_precision_is_refused_though_its_fingerprint_is_ours
             decode(forge(PLAIN, body, precision=precision), PLAIN)
 
 
-def test_a_message_without_whole_numbers_has_no_codes_of_variable_length() -> None:
+def test_a_message_without_integers_cannot_be_entropy_coded() -> None:
     for layout, precision in ((PLAIN, 0), (replace(PLAIN, precision="float16"), 2)):
         body = encode(quantise(message(), layout), layout)[HEADER_BYTES:]
         assert decode(forge(layout, body, precision=precision), layout)
@@ -108,7 +108,7 @@ def test_codes_and_scales_out_of_range_are_refused(precision: str, scale: float,
         decode(*whole(precision, scale, codes))
 
 
-def test_half_a_byte_behind_the_last_code_must_be_zero() -> None:
+def test_padding_after_the_last_code_must_be_zero() -> None:
     layout = Layout({"weights": Section({"w": (1, 5)})}, precision="int4")
     for last, fine in ((b"\x01", True), (b"\x11", False)):
         data = forge(layout, struct.pack("<f", 1.0) + bytes(2) + last, precision=5)
@@ -119,7 +119,7 @@ def test_half_a_byte_behind_the_last_code_must_be_zero() -> None:
                 decode(data, layout)
 
 
-def test_bytes_behind_a_coded_message_are_refused() -> None:
+def test_bytes_after_a_coded_message_are_refused() -> None:
     table = rice.encode(np.array([[0, 0, 1, 0, -1, 0]], np.int8), EVERY, 127)
     assert decode(*whole("int8", 1.0, table, flags=1))["weights"]["w"].tolist() == [[0, 0, 1, 0, -1, 0]]
     for more in (b"\0", b"\1", bytes(9)):
@@ -142,7 +142,7 @@ def read(data: memoryview, levels: int, columns: int = 2) -> list[int]:
     return codes[0].tolist()
 
 
-def test_a_width_that_no_sender_writes_is_refused() -> None:
+def test_an_impossible_width_is_refused() -> None:
     """Seven has widths 0, 1 and 2; with one more, eight bits of zeros would be read as two zeros all the same."""
     assert read(table(0, "00"), 7) == [0, 0]
     for levels, widths in ((7, 3), (127, 7)):
@@ -163,13 +163,13 @@ def test_a_code_beyond_the_levels_is_refused() -> None:
         rice.decode(table(2, "1010100"), np.ones(1, bool), 2, None, 5)
 
 
-def test_bits_of_the_first_byte_that_mean_nothing_are_refused() -> None:
+def test_unused_bits_of_the_first_byte_must_be_zero() -> None:
     for bit in (16, 32, 64, 128):
         with pytest.raises(WireError):
             rice.decode(table(bit, "00"), np.ones(1, bool), 2, None, 127)
 
 
-def test_bits_behind_the_codes_are_refused() -> None:
+def test_bits_after_the_codes_are_refused() -> None:
     for place in range(2, 8):
         with pytest.raises(WireError, match="bits after"):
             rice.decode(
@@ -206,7 +206,7 @@ def test_a_table_is_counted_as_it_is_written(live: bool) -> None:
     assert np.array_equal(read_back, codes)
 
 
-def test_a_message_that_is_too_small_for_a_code_of_variable_length_is_counted_as_it_is_sent() -> None:
+def test_a_message_too_small_for_entropy_coding_is_counted_as_sent() -> None:
     draw = torch.Generator().manual_seed(0)
     values = {"weights": {"w": torch.randn(2, 3, generator=draw), "b": torch.randn(2, generator=draw)}}
     for entropy in (False, True):

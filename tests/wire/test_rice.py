@@ -56,7 +56,7 @@ def tables(draw, levels):
 @pytest.mark.parametrize("levels", LEVELS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_codes_are_written_as_by_hand_and_come_back(levels, data):
+def test_codes_match_a_hand_written_example_and_round_trip(levels, data):
     codes, written, rows, mask = data.draw(tables(levels))
     codes = codes.astype(np.int8)
     bits = rice.encode(codes, written, levels)
@@ -72,7 +72,7 @@ def test_codes_are_written_as_by_hand_and_come_back(levels, data):
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-def test_the_length_is_known_of_stacked_tables(levels):
+def test_lengths_of_stacked_tables_are_known(levels):
     draw = np.random.default_rng(0)
     codes = np.stack([draw.integers(-levels, levels + 1, (4, 10)) // (i * i + 1) for i in range(5)]).astype(np.int8)
     written = draw.random((5, 4, 10)) < 0.7
@@ -85,7 +85,7 @@ def test_the_length_is_known_of_stacked_tables(levels):
 
 
 @pytest.mark.parametrize(("levels", "width"), [(7, 4), (127, 8)])
-def test_it_never_costs_more_than_a_byte_and_is_near_the_entropy(levels, width):
+def test_the_code_is_near_the_entropy_and_never_costs_more_than_a_byte(levels, width):
     draw = np.random.default_rng(1)
     even = draw.integers(-levels, levels + 1, (1, 4001)).astype(np.int8)
     assert len(rice.encode(even, np.ones((1, 4001), bool), levels)) <= 1 + (4001 * width + 7) // 8
@@ -100,7 +100,7 @@ def test_it_never_costs_more_than_a_byte_and_is_near_the_entropy(levels, width):
 @pytest.mark.parametrize("levels", LEVELS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=60), shape=st.sampled_from([(1, 20), (4, 8), (3, 0)]), masked=st.booleans())
-def test_random_bytes_are_codes_or_an_error(levels, data, shape, masked):
+def test_random_bytes_are_decoded_or_refused(levels, data, shape, masked):
     rows = np.arange(shape[0]) % 2 == 0
     mask = np.arange(shape[0] * shape[1]).reshape(shape) % 3 > 0 if masked else None
     try:
@@ -115,7 +115,7 @@ def test_random_bytes_are_codes_or_an_error(levels, data, shape, masked):
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-def test_what_is_cut_or_padded_with_ones_is_refused(levels):
+def test_truncated_or_padded_codes_are_refused(levels):
     codes, rows = np.array([[0, 1, -2, 3, 0, 0, 1, 0, 0, 0, 0, 0]] * 3, np.int8), np.ones(3, bool)
     bits = rice.encode(codes, np.ones(codes.shape, bool), levels)
     for length in range(len(bits)):
@@ -129,7 +129,7 @@ def test_what_is_cut_or_padded_with_ones_is_refused(levels):
             rice.decode(memoryview(bytes([first]) + bits[1:]), rows, 12, None, levels)
 
 
-def test_a_few_bytes_that_promise_a_terabyte_are_refused_at_once():
+def test_a_few_bytes_that_claim_a_terabyte_are_refused_at_once():
     for first in range(256):
         with pytest.raises(WireError):
             rice.decode(memoryview(bytes([first]) + b"\xff" * 100), np.ones(1, bool), 10**12, None, 127)

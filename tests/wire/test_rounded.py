@@ -86,7 +86,7 @@ def same(one, other):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 0.05, 1.0, 1e4]), double=st.booleans())
-def test_a_rounded_message_survives(name, precision, entropy, seed, spread, double):
+def test_a_rounded_message_survives_the_round_trip(name, precision, entropy, seed, spread, double):
     coded, layout = example(name, precision, entropy, torch.float64 if double else torch.float32, seed, spread)
     data = encode(coded, layout, 9)
     received = decode(data, layout, 9)
@@ -98,7 +98,7 @@ def test_a_rounded_message_survives(name, precision, entropy, seed, spread, doub
 
 @pytest.mark.parametrize("precision", ROUNDED)
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_code_of_variable_length_a_message_costs_its_survivors(name, precision):
+def test_without_entropy_coding_a_message_costs_its_survivors(name, precision):
     """Counted by hand: bits an entry, four bytes a unit that has one, thresholds in full."""
     coded, layout = example(name, precision)
     kept = survivors(name, coded.get("gates", {}))
@@ -118,7 +118,7 @@ def test_the_format_is_as_described_byte_by_byte():
     assert encode(coded, layout, 4) == forge(layout, body, number=4)
 
 
-def test_a_code_of_variable_length_is_used_where_it_is_shorter_only():
+def test_entropy_coding_is_used_only_where_it_is_shorter():
     for precision in ("int8", "int4"):
         with_it, without = (encode(*lopsided(precision, entropy)) for entropy in (True, False))
         assert (with_it[6], without[6]) == (1, 0)
@@ -129,7 +129,7 @@ def test_a_code_of_variable_length_is_used_where_it_is_shorter_only():
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_a_message_in_a_code_of_variable_length_survives(precision):
+def test_an_entropy_coded_message_survives_the_round_trip(precision):
     coded, layout = lopsided(precision)
     data = encode(coded, layout, 3)
     assert same(decode(data, layout, 3), coded)
@@ -161,7 +161,7 @@ def test_an_int4_lenet5_is_an_eighth():
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("precision", ROUNDED)
-def test_cuts_flips_and_more_are_refused(precision, entropy):
+def test_damaged_messages_are_refused(precision, entropy):
     coded, layout = lopsided(precision, entropy)
     data = encode(coded, layout, 5)
     body, flags = data[HEADER_BYTES:], data[6]
@@ -187,7 +187,7 @@ def test_cuts_flips_and_more_are_refused(precision, entropy):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
 @given(body=st.binary(max_size=250))
-def test_random_bytes_behind_a_matching_header_are_refused_or_are_a_message(name, precision, flags, body):
+def test_random_bytes_after_a_valid_header_are_refused_or_decoded(name, precision, flags, body):
     layout = layout_of(name, precision)
     try:
         message = decode(forge(layout, body, flags), layout)
@@ -202,7 +202,7 @@ def test_random_bytes_behind_a_matching_header_are_refused_or_are_a_message(name
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_random_codes_behind_scales_are_a_message_if_they_are_in_range(precision, data):
+def test_random_codes_after_scales_are_decoded_if_in_range(precision, data):
     layout = Layout({"weights": Section({"w": (3, 5)})}, precision=precision)
     size = 15 if precision == "int8" else 8
     raw = data.draw(st.binary(min_size=size, max_size=size))
@@ -242,7 +242,7 @@ def test_another_precision_is_another_model(precision):
                 decode(data, replace(layout, precision=other))
 
 
-def test_flags_that_make_no_sense_are_refused():
+def test_meaningless_flags_are_refused():
     for precision, flags in (("int8", 2), ("int8", 129), ("float16", 1)):
         coded, layout = example("units", precision)
         with pytest.raises(WireError, match="header bytes"):

@@ -19,7 +19,7 @@ def independent(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
-def test_every_number_of_every_tensor_and_section_has_a_draw_of_its_own(precision: str) -> None:
+def test_every_number_has_its_own_rounding_draw(precision: str) -> None:
     """All tensors hold the same number, half way between two neighbours, so that each draw is a coin."""
     half = {"float16": 1 + 2.0**-11, "bfloat16": 1 + 2.0**-8, "int8": 0.5, "int4": 0.5}[precision]
     whole = precision.startswith("int")
@@ -41,7 +41,7 @@ def test_every_number_of_every_tensor_and_section_has_a_draw_of_its_own(precisio
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_rounding_at_random_never_steps_over_the_last_level(sign: float) -> None:
+def test_stochastic_rounding_never_exceeds_the_last_level(sign: float) -> None:
     """x / (x / 127) can be a little more than 127; one draw in a hundred thousand would then be 128, which is −128."""
     candidates = torch.linspace(1, 2, 10_000)
     over = candidates[candidates / (candidates / 127) > 127]
@@ -53,7 +53,7 @@ def test_rounding_at_random_never_steps_over_the_last_level(sign: float) -> None
         assert codes.unique().tolist() == [int(sign * 127)]
 
 
-def test_what_gates_remove_is_zero_at_the_receiver_too() -> None:
+def test_what_gates_remove_is_zero_at_the_receiver() -> None:
     """The receiver adds a difference to what it has, but only where a difference was sent."""
     layout = Layout({"weights": Section({"w": (2, 2)}, dict)}, {"w": (2, 2)}, precision="int8")
     gates = {"w": torch.tensor([[1.0, 0], [0, 1]])}
@@ -62,7 +62,7 @@ def test_what_gates_remove_is_zero_at_the_receiver_too() -> None:
     assert restore(coded, layout, packet)["weights"]["w"].tolist() == [[4.0, 0.0], [0.0, 4.0]]
 
 
-def test_a_section_that_is_no_difference_is_what_was_sent() -> None:
+def test_a_section_without_differences_is_decoded_as_sent() -> None:
     """Control variates have the name of the packet's, and nothing to do with them."""
     sections = {"weights": Section({"w": (1, 2)}), "control": Section({"w": (1, 2)}, relative=False)}
     layout = Layout(sections, precision="int8")
@@ -75,7 +75,7 @@ def test_a_section_that_is_no_difference_is_what_was_sent() -> None:
         assert torch.equal(heard[name]["w"], values["w"])
 
 
-def test_small_numbers_are_rounded_to_what_float16_has() -> None:
+def test_small_numbers_are_rounded_to_float16_values() -> None:
     """Below 2^-14 its steps are all 2^-24: one and a quarter of a step becomes one or two, and is right on average."""
     step = 2.0**-24
     layout = Layout({"weights": Section({"w": (MANY,)})}, precision="float16")
@@ -85,7 +85,7 @@ def test_small_numbers_are_rounded_to_what_float16_has() -> None:
     assert abs(float(steps.mean()) - 1.25) < 5 * (0.25 * 0.75 / MANY) ** 0.5
 
 
-def test_a_scale_that_has_lost_digits_is_none() -> None:
+def test_scales_of_tiny_numbers_are_zero() -> None:
     """Of numbers next to nothing the scale would be a multiple of the smallest number there is, and tell lies."""
     tiny = torch.finfo(torch.float32).tiny
     for largest, sent in ((0.5 * tiny, False), (100 * tiny, False), (128 * tiny, True)):
@@ -95,7 +95,7 @@ def test_a_scale_that_has_lost_digits_is_none() -> None:
         assert bool(coded["weights"]["w"].any()) == sent
 
 
-def test_only_the_asked_precision_is_in_doubt() -> None:
+def test_numbers_sent_in_float32_keep_every_bit() -> None:
     """Numbers that travel as they are keep every bit, key or no key."""
     layout = Layout({"weights": Section({"w": (64,)})}, precision="float32")
     value = torch.randn(64, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ import typer
 import typer.core
 from rich.markup import escape
 
-from fedprior.cli import experiments, results, train
+from fedprior.cli import experiments, results, runs
 from fedprior.cli.terminal import console, errors
 from fedprior.core.errors import FedpriorError, FedpriorWarning, SettingError
 from fedprior.version import __version__
@@ -85,7 +85,7 @@ class Command(typer.core.TyperCommand):
         return super().invoke(ctx)
 
 
-for command in (*results.COMMANDS, *train.COMMANDS, *experiments.COMMANDS, tasks_command, algorithms_command):
+for command in (*results.COMMANDS, *runs.COMMANDS, *experiments.COMMANDS, tasks_command, algorithms_command):
     app.command(command.__name__.removesuffix("_command"), cls=Command)(command)
 
 

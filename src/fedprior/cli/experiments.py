@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedprior.cli.options import (
+from fedprior.cli.arguments import (
     Cohort,
     DataDir,
     Device,
@@ -13,6 +13,7 @@ from fedprior.cli.options import (
     Rounds,
     Set,
     all_settings,
+    given,
     names_in,
     pairs,
     seeds_in,
@@ -46,11 +47,11 @@ def reproduce_command(
     """Reproduce an experiment of the paper: runs, a table next to the paper's, figures. Run it again to continue."""
     from fedprior_experiments.reproduce import read_seeds, reproduce
 
-    given = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
-    given |= pairs(all_settings(set_, data_dir, wire))
-    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    chosen = {"device": device} | ({} if rounds is None else {"rounds": str(rounds)})
+    chosen |= pairs(all_settings(set_, data_dir, wire))
+    names = None if methods is None else names_in(methods)
     folder = out or Path("runs") / f"reproduce-{experiment}"
-    reproduce(experiment, read_seeds(seeds), names, folder, given, console, table_only=table_only)
+    reproduce(experiment, read_seeds(seeds), names, folder, chosen, console, table_only=table_only)
 
 
 def frontier_command(
@@ -77,18 +78,18 @@ def frontier_command(
     from fedprior.report import pareto
     from fedprior.report.figures import NoMatplotlibError, save
     from fedprior.report.records import group_runs
+    from fedprior.runs import sweeps
     from fedprior_experiments import frontier
 
     folder = out or Path("runs") / f"frontier-{task}"
-    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
-    options = {key: value for key, value in given.items() if value is not None}
+    options = given(device=device, rounds=rounds, clients_per_round=clients_per_round)
     settings = pairs(all_settings(set_, data_dir))
     others = [] if baselines == "none" else names_in(baselines)
     specs = frontier.plan(
         task, sparsities_in(sparsities), names_in(wires), others, seeds_in(seeds), settings, folder, options
     )
     others_found = frontier.beside(beside, task) if beside else []
-    name_diverged(frontier.train(specs, bar))
+    name_diverged(sweeps.train_missing(specs, bar))
     if not ranks.first():
         return
     found = frontier.read(specs, others_found)

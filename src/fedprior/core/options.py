@@ -165,7 +165,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def table(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as a table of a run's config holds them."""
     return {name: plain(value) for name, value in values.items()}
 

@@ -5,9 +5,9 @@ has a leading client dimension. Both draw the same random numbers. `protocol` de
 """
 
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.batches import Batch, Batches
-from fedprior.em.client import EStep, Tamper, e_step, local_objective
-from fedprior.em.server import m_step
+from fedprior.em.batch import Batch, Batches
+from fedprior.em.estep import EStep, Tamper, e_step, local_objective
+from fedprior.em.mstep import m_step
 from fedprior.em.statistics import Statistics
 
 __all__ = ["Algorithm", "Batch", "Batches", "EStep", "Statistics", "Tamper", "e_step", "local_objective", "m_step"]

@@ -22,10 +22,10 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.batches import Batches
-from fedprior.em.client import EStep, Tamper, e_step
+from fedprior.em.batch import Batches
+from fedprior.em.estep import EStep, Tamper, e_step
 from fedprior.em.lifting import lifting
-from fedprior.em.server import m_step
+from fedprior.em.mstep import m_step
 from fedprior.priors import Prior
 from fedprior.wire import Layout
 

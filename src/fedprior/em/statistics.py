@@ -16,7 +16,7 @@ from fedprior.core.batch_norm import COUNT, MEAN, Norm, joint, parted, pooled
 from fedprior.core.errors import SettingError
 from fedprior.core.network import Network
 from fedprior.core.trees import Gates, Params
-from fedprior.em.batches import Batch, Batches, given
+from fedprior.em.batch import Batch, Batches, given
 from fedprior.wire import Section
 
 KINDS = ("shared", "local", "batch")

@@ -6,7 +6,7 @@ from fedprior.core.dropout import recurrent
 from fedprior.core.errors import DivergedError, SettingError
 from fedprior.engines import ranks
 from fedprior.engines.loop.round import InTurn, Simulation
-from fedprior.engines.server import Record
+from fedprior.engines.server_state import Record
 from fedprior.engines.stacked.together import Together
 
 

@@ -17,7 +17,7 @@ from fedprior.core.errors import DataError, FedpriorError, RunError
 from fedprior.core.federated import ClientData
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
-from fedprior.engines.server import Record, learned
+from fedprior.engines.server_state import Record, learned
 from fedprior.flower import messages, server_checkpoint
 from fedprior.flower.job import Job, Limits
 from fedprior.flower.node import Node

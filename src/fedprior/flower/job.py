@@ -16,9 +16,9 @@ from fedprior.core.network import Loss, Metric, Network, cross_entropy
 from fedprior.core.options import Option, convert
 from fedprior.core.settings import SIMULATED, Settings
 from fedprior.em import Algorithm
-from fedprior.engines.batches import Schedule
-from fedprior.engines.settings import applied, check_run, check_useful
-from fedprior.runs.asked import assemble, made, sort_settings, tables
+from fedprior.engines.batches import Workload
+from fedprior.engines.build import applied, check_run, check_useful
+from fedprior.runs.asked import assemble, made, setting_tables, sort_settings
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Job:
         object.__setattr__(self, "algorithm", applied(self.settings, self.algorithm))
 
     @property
-    def schedule(self) -> Schedule:
+    def workload(self) -> Workload:
         """How long a client trains."""
-        return Schedule.of(self.settings)
+        return Workload.of(self.settings)
 
     def check_client(self, client: int) -> None:
         """Refuse a number that belongs to no client."""
@@ -69,10 +69,9 @@ class Job:
     def config(self) -> dict[str, dict[str, Any]]:
         """Return what a run's config.toml says about the job."""
         chosen = {key: value for key, value in self.settings.recorded().items() if key not in SIMULATED}
-        name, settings = self.algorithm.name, self.algorithm.recorded()
-        return (
-            tables(self.task, name, name, run=chosen, task_settings=self.options, algorithm_settings=settings) | made()
-        )
+        name, own = self.algorithm.name, self.algorithm.recorded()
+        held = setting_tables(self.task, name, name, run=chosen, task_settings=self.options, algorithm_settings=own)
+        return held | made()
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from fedprior.core.network import Network
 from fedprior.core.trees import Params, Tree
 from fedprior.em import EStep, protocol
 from fedprior.engines.batches import ClientBatches
-from fedprior.engines.server import floored
-from fedprior.engines.settings import device_of
+from fedprior.engines.build import device_of
+from fedprior.engines.server_state import floored
 from fedprior.flower.job import Job
 from fedprior.flower.memory import Memory
 
@@ -83,7 +83,7 @@ class Node:
         blank = algorithm.remember(self.network.params(), self.network.statistics())
         memory = Memory(self.folder, order.run, self.client, blank)
         remembered = memory.recall(order.accepted)
-        batches = ClientBatches(self.data, 0, self.job.schedule, turn.key(Purpose.BATCHES))
+        batches = ClientBatches(self.data, 0, self.job.workload, turn.key(Purpose.BATCHES))
         rate = self.job.settings.rates.at(order.number).local
         step, model = protocol.take_turn(algorithm, self.network, packet, batches, turn, remembered, rate=rate)
         if not bool(step.loss.isfinite()):

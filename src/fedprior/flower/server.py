@@ -20,8 +20,8 @@ from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
-from fedprior.engines.server import Record, evaluate, final_model, floored, totals, update
-from fedprior.engines.settings import device_of
+from fedprior.engines.build import device_of
+from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
 

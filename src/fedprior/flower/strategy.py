@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedprior.core.errors import RunError, WireError
 from fedprior.em import protocol
-from fedprior.engines.server import Record
+from fedprior.engines.server_state import Record
 from fedprior.flower import messages
 from fedprior.flower.job import Limits
 from fedprior.flower.node import Order

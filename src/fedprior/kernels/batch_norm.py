@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedprior.core.batch_norm import value_count
 from fedprior.core.operations import batched
-from fedprior.kernels.launch import fold, strided, target, unfold
+from fedprior.kernels.function import Batched
+from fedprior.kernels.launch import strided, target
 
 TILE = 2048
 """How many numbers a program reads at once."""
@@ -91,14 +92,10 @@ def backward(
     return out, dw, db
 
 
-class BatchNorm(torch.autograd.Function):
+class BatchNorm(Batched):
     """The output and the statistics; no gradient flows through the statistics."""
 
-    @staticmethod
-    def forward(
-        x: Tensor, mask: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(x, mask, weight, bias, eps)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -114,27 +111,11 @@ class BatchNorm(torch.autograd.Function):
         dx, dw, db = BatchNormGradient.apply(grad, x, mask, weight, means, variances, ctx.eps)
         return (dx, None, dw, db, None) if weight is not None else (dx, None, None, None, None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        n = info.batch_size
-        folded = (None if t is None else fold(n, d, t) for d, t in zip(in_dims[:4], args[:4], strict=True))
-        return tuple(unfold(n, out) for out in BatchNorm.apply(*folded, *args[4:])), (0, 0, 0)
 
-
-class BatchNormGradient(torch.autograd.Function):
+class BatchNormGradient(Batched):
     """The gradients. A second derivative, which is rare, falls back to torch's own operations."""
 
-    @staticmethod
-    def forward(
-        grad: Tensor,
-        x: Tensor,
-        mask: Tensor | None,
-        weight: Tensor | None,
-        means: Tensor,
-        variances: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(grad, x, mask, weight, means, variances, eps)
+    forward = staticmethod(backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -150,12 +131,6 @@ class BatchNormGradient(torch.autograd.Function):
         pull = torch.func.vjp(lambda g, x, w: _plain(g, x, mask, w, ctx.eps), grad, x, weight)[1]
         dg, dx, dw = pull(cotangents)
         return dg, dx, None, dw, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        n = info.batch_size
-        tensors = (None if t is None else fold(n, d, t) for d, t in zip(in_dims[:6], args[:6], strict=True))
-        return tuple(unfold(n, out) for out in BatchNormGradient.apply(*tensors, *args[6:])), (0, 0, 0)
 
 
 def _plain(

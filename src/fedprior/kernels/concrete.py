@@ -8,33 +8,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedprior.kernels.gates import fold, unfold
+from fedprior.kernels.function import Batched
 from fedprior.kernels.launch import row_grid, target
 
 BLOCK = 256
 
 
 class Edges(NamedTuple):
-    """The logit of a gate whose v lies below `edge`, which is open, and of one that the server has closed."""
+    """The logit of a gate whose v lies below `edge`, which is open, and of one that the server has closed; and how far
+    `beyond` its logit the probability of a gate is taken."""
 
     edge: float
     opened: float
     closed: float
+    beyond: float
 
 
 class Stretch(NamedTuple):
-    """The hard-concrete distribution's temperature and interval, and the shift that makes P(z > 0) = π."""
+    """The hard-concrete distribution's temperature and interval."""
 
     beta: float
     low: float
     high: float
-    shift: float
 
 
 def logits_and_gates(
     norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, edges: Edges
 ) -> tuple[Tensor, Tensor]:
-    """(‖w_g‖ − softplus(v)) / T of every gate and its sigmoid; differentiable in v."""
+    """(‖w_g‖ − softplus(v)) / T of every gate and the sigmoid beyond it; differentiable in v."""
     each = temperature if isinstance(temperature, Tensor) else None
     number = 0.0 if isinstance(temperature, Tensor) else float(temperature)
     lifted = (None if t is None else t.unsqueeze(0) for t in (is_open, each))
@@ -48,10 +49,6 @@ def hard_concrete(logits: Tensor, key: Tensor, stretch: Stretch) -> Tensor:
     return out.squeeze(0)
 
 
-def _lift(info: Any, dims: Any, tensors: Any) -> list[Tensor | None]:
-    return [None if t is None else fold(info, [d], [t])[0] for d, t in zip(dims, tensors, strict=True)]
-
-
 def _grid(x: Tensor) -> tuple[int]:
     return row_grid(x.shape[0], x.shape[1], BLOCK)
 
@@ -60,7 +57,7 @@ def _mask(is_open: Tensor | None, other: Tensor) -> Tensor:
     return other if is_open is None else is_open.contiguous().view(torch.uint8)
 
 
-class _Gradient(torch.autograd.Function):
+class _Gradient(Batched):
     """A function that has no gradient of its own."""
 
     @staticmethod
@@ -72,7 +69,7 @@ class _Gradient(torch.autograd.Function):
         raise NotImplementedError("gates are differentiated once only; on a CPU they can be differentiated again")
 
 
-class Logits(torch.autograd.Function):
+class Logits(Batched):
     """Maps norms, v, open gates and temperatures to logits and gates."""
 
     @staticmethod
@@ -100,11 +97,6 @@ class Logits(torch.autograd.Function):
         dv = LogitsGradient.apply(grad_logits, grad_gates, *ctx.saved_tensors, ctx.number, ctx.edges)
         return None, dv, None, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        out = Logits.apply(*_lift(info, in_dims[:4], args[:4]), *args[4:])
-        return unfold(info, out), (0, 0)
-
 
 class LogitsGradient(_Gradient):
     """Maps both outputs' gradients to that of v."""
@@ -125,12 +117,8 @@ class LogitsGradient(_Gradient):
             )  # fmt: skip
         return dv
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return unfold(info, [LogitsGradient.apply(*_lift(info, in_dims[:6], args[:6]), *args[6:])])[0], 0
 
-
-class Concrete(torch.autograd.Function):
+class Concrete(Batched):
     """Maps logits and keys to draws."""
 
     @staticmethod
@@ -141,7 +129,7 @@ class Concrete(torch.autograd.Function):
         out = torch.empty_like(logits)
         with target(logits):
             concrete_kernel[_grid(logits)](
-                logits, keys, out, logits.shape[1], stretch.shift,
+                logits, keys, out, logits.shape[1],
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out
@@ -155,10 +143,6 @@ class Concrete(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ConcreteGradient.apply(grad, *ctx.saved_tensors, ctx.stretch), None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, logits: Tensor, keys: Tensor, stretch: Stretch) -> Any:
-        return unfold(info, [Concrete.apply(*fold(info, in_dims[:2], (logits, keys)), stretch)])[0], 0
-
 
 class ConcreteGradient(_Gradient):
     """Maps the draws' gradient to that of the logits."""
@@ -171,12 +155,7 @@ class ConcreteGradient(_Gradient):
         out = torch.empty_like(logits)
         with target(logits):
             concrete_backward_kernel[_grid(logits)](
-                grad, logits, keys, out, logits.shape[1], stretch.shift,
+                grad, logits, keys, out, logits.shape[1],
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: Tensor, logits: Tensor, keys: Tensor, stretch: Stretch) -> Any:
-        out = ConcreteGradient.apply(*fold(info, in_dims[:3], (grad, logits, keys)), stretch)
-        return unfold(info, [out])[0], 0

@@ -6,12 +6,11 @@ launch. A gradient that nobody asks for (the first layer's input) is not compute
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedprior.kernels import conv
 from fedprior.kernels.conv import Pair
-from fedprior.kernels.launch import fold, unfold
+from fedprior.kernels.function import Batched
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
@@ -21,7 +20,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding
     return out.squeeze(0)
 
 
-class Convolution(torch.autograd.Function):
+class Convolution(Batched):
     """Maps inputs and weights to outputs."""
 
     @staticmethod
@@ -44,15 +43,8 @@ class Convolution(torch.autograd.Function):
             dw, db = WeightGradient.apply(x, grad, tuple(weight.shape[3:]), ctx.stride, ctx.padding, ctx.bias)
         return dx, dw, db if ctx.bias else None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-        n = info.batch_size
-        lifted = None if bias is None else fold(n, in_dims[2], bias)
-        out = Convolution.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], weight), lifted, *rest)
-        return unfold(n, out), 0
 
-
-class InputGradient(torch.autograd.Function):
+class InputGradient(Batched):
     """Maps the outputs' gradient and weights to the inputs' gradient: linear in both."""
 
     @staticmethod
@@ -75,14 +67,8 @@ class InputGradient(torch.autograd.Function):
             dw, _ = WeightGradient.apply(cotangent, grad, kernel, ctx.stride, ctx.padding, False)
         return dg, dw, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: Tensor, weight: Tensor, *rest: Any) -> Any:
-        n = info.batch_size
-        out = InputGradient.apply(fold(n, in_dims[0], grad), fold(n, in_dims[1], weight), *rest)
-        return unfold(n, out), 0
 
-
-class WeightGradient(torch.autograd.Function):
+class WeightGradient(Batched):
     """Maps inputs and the outputs' gradient to the gradients of weights and bias: linear in both."""
 
     @staticmethod
@@ -105,9 +91,3 @@ class WeightGradient(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dg = Convolution.apply(x, weight, bias if ctx.bias else None, ctx.stride, ctx.padding)
         return dx, dg, None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, grad: Tensor, *rest: Any) -> Any:
-        n = info.batch_size
-        weight, bias = WeightGradient.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], grad), *rest)
-        return (unfold(n, weight), unfold(n, bias)), (0, 0)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprior.kernels.function import Elementwise
 from fedprior.kernels.launch import cdiv, row_grid, target
 
 BLOCK = 1024
@@ -40,11 +41,6 @@ def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     return out
 
 
-def _front(info: Any, dim: int | None, x: Tensor) -> Tensor:
-    """`vmap`'s dimension in front; what is not batched is repeated, without a copy."""
-    return x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)
-
-
 def _fold(key: Tensor, data: Tensor | None, number: int) -> Tensor:
     from fedprior.kernels.draw_kernels import fold_kernel
 
@@ -72,7 +68,7 @@ def _drawn(kernel: Any, key: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-class _Keyed(torch.autograd.Function):
+class _Keyed(Elementwise):
     """A function of keys, which has no gradient."""
 
     @staticmethod
@@ -93,10 +89,6 @@ class Uniform(_Keyed):
 
         return _drawn(uniform_kernel, key, count, torch.float32)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:
-        return Uniform.apply(_front(info, in_dims[0], key), count), 0
-
 
 class Bits(_Keyed):
     """The same for whole numbers."""
@@ -107,10 +99,6 @@ class Bits(_Keyed):
 
         return _drawn(bits_kernel, key, count, torch.int64)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, key: Tensor, count: int) -> Any:
-        return Bits.apply(_front(info, in_dims[0], key), count), 0
-
 
 class FoldNumber(_Keyed):
     """Maps keys, and one mixed number for all of them, to new keys."""
@@ -118,10 +106,6 @@ class FoldNumber(_Keyed):
     @staticmethod
     def forward(key: Tensor, number: int) -> Tensor:
         return _fold(key, None, number)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, key: Tensor, number: int) -> Any:
-        return FoldNumber.apply(_front(info, in_dims[0], key), number), 0
 
 
 class Fold(_Keyed):
@@ -131,12 +115,8 @@ class Fold(_Keyed):
     def forward(key: Tensor, data: Tensor) -> Tensor:
         return _fold(key, data, 0)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, key: Tensor, data: Tensor) -> Any:
-        return Fold.apply(_front(info, in_dims[0], key), _front(info, in_dims[1], data)), 0
 
-
-class Dropout(torch.autograd.Function):
+class Dropout(Elementwise):
     """Takes inputs of the keys' shape with more dimensions; linear in them, and its own transpose."""
 
     @staticmethod
@@ -161,7 +141,3 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Dropout.apply(grad, *ctx.saved_tensors, ctx.rate), None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, key: Tensor, rate: float) -> Any:
-        return Dropout.apply(_front(info, in_dims[0], x), _front(info, in_dims[1], key), rate), 0

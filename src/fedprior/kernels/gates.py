@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedprior.kernels.function import Batched
 from fedprior.kernels.launch import strided, target
 from fedprior.units.rows import MOST, Rows, scale_rows
 
@@ -124,19 +125,7 @@ def plain_scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[T
     return scaled
 
 
-def fold(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`vmap`'s dimension folded into the clients' in front."""
-    n = info.batch_size
-    front = (t.movedim(d, 0) if d is not None else t.expand(n, *t.shape) for t, d in zip(tensors, dims, strict=True))
-    return [t.flatten(0, 1) for t in front]
-
-
-def unfold(info: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inverse: `vmap`'s dimension in front."""
-    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in tensors)
-
-
-class Norms(torch.autograd.Function):
+class Norms(Batched):
     """Maps groups to norms."""
 
     @staticmethod
@@ -151,12 +140,8 @@ class Norms(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         return None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *weights: Tensor) -> Any:
-        return unfold(info, [Norms.apply(*fold(info, in_dims, weights))])[0], 0
 
-
-class Scale(torch.autograd.Function):
+class Scale(Batched):
     """Maps gates and groups to the groups times the gates."""
 
     @staticmethod
@@ -173,13 +158,8 @@ class Scale(torch.autograd.Function):
         z, *tensors = ctx.saved_tensors
         return None, *ScaleGradient.apply(ctx.layers, z, *grads, *tensors)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
-        out = Scale.apply(layers, *fold(info, in_dims[1:], tensors))
-        return unfold(info, out), (0,) * len(out)
 
-
-class ScaleGradient(torch.autograd.Function):
+class ScaleGradient(Batched):
     """Maps gates, gradients and groups to the gradients of gates and groups; its own derivative is torch's."""
 
     @staticmethod
@@ -201,8 +181,3 @@ class ScaleGradient(torch.autograd.Function):
             return pull(both[:half])
 
         return None, *torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, layers: Layers, *tensors: Tensor) -> Any:
-        out = ScaleGradient.apply(layers, *fold(info, in_dims[1:], tensors))
-        return unfold(info, out), (0,) * len(out)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.kernels.launch import fold, strided, target, unfold
+from fedprior.kernels.function import Batched
+from fedprior.kernels.launch import strided, target
 
 LARGEST = 16384
 """How many elements of one group fit into one program's registers."""
@@ -82,14 +83,10 @@ def backward(
     return out, dw, db
 
 
-class GroupNorm(torch.autograd.Function):
+class GroupNorm(Batched):
     """The output, and the statistics that the gradient needs."""
 
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return forward(x, weight, bias, groups, eps)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -105,14 +102,8 @@ class GroupNorm(torch.autograd.Function):
         dx, dw, db = GroupNormGradient.apply(grad, x, weight, means, scales, ctx.groups, ctx.eps)
         return (dx, dw, db, None, None) if weight is not None else (dx, None, None, None, None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Any:
-        n = info.batch_size
-        folded = (None if t is None else fold(n, d, t) for d, t in zip(in_dims, (x, weight, bias), strict=False))
-        return tuple(unfold(n, out) for out in GroupNorm.apply(*folded, *rest)), (0, 0, 0)
 
-
-class GroupNormGradient(torch.autograd.Function):
+class GroupNormGradient(Batched):
     """The gradients. A second derivative, which is rare, falls back to torch's own operations."""
 
     @staticmethod
@@ -134,12 +125,6 @@ class GroupNormGradient(torch.autograd.Function):
             return (*pull(cotangents[0]), None, None, None, None, None)
         pull = torch.func.vjp(lambda g, x, w: _plain(g, x, w, ctx.groups, ctx.eps), grad, x, weight)[1]
         return (*pull(cotangents), None, None, None, None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        n = info.batch_size
-        tensors = (None if t is None else fold(n, d, t) for d, t in zip(in_dims[:5], args[:5], strict=True))
-        return tuple(unfold(n, out) for out in GroupNormGradient.apply(*tensors, *args[5:])), (0, 0, 0)
 
 
 def _plain(grad: Tensor, x: Tensor, weight: Tensor | None, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,17 +45,6 @@ def target(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def fold(size: int, dim: int | None, x: Tensor) -> Tensor:
-    """`vmap`'s dimension folded into the clients' in front: (size · clients, ...)."""
-    front = x.movedim(dim, 0) if dim is not None else x.unsqueeze(0).expand(size, *x.shape)
-    return front.flatten(0, 1)
-
-
-def unfold(size: int, x: Tensor) -> Tensor:
-    """The inverse: `vmap`'s dimension in front."""
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-
 def pair(value: Any) -> tuple[int, int]:
     """One size for rows and columns, or one for each."""
     if isinstance(value, int):

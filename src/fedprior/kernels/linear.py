@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.kernels.launch import fold, unfold
+from fedprior.kernels.function import Batched
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-class Linear(torch.autograd.Function):
+class Linear(Batched):
     """Inputs (clients, images, inputs), weights (clients, outputs, inputs) and biases (clients, outputs) to outputs."""
 
     @staticmethod
@@ -39,9 +39,3 @@ class Linear(torch.autograd.Function):
         dx = torch.bmm(grad, weight) if ctx.needs_input_grad[0] else None
         dw = torch.bmm(grad.transpose(1, 2), x) if ctx.needs_input_grad[1] else None
         return dx, dw, grad.sum(1) if ctx.bias else None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        n = info.batch_size
-        lifted = None if bias is None else fold(n, in_dims[2], bias)
-        return unfold(n, Linear.apply(fold(n, in_dims[0], x), fold(n, in_dims[1], weight), lifted)), 0

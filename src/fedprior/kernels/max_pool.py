@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedprior.kernels.function import Elementwise
 from fedprior.kernels.launch import cdiv, target
 
 BLOCK = 512
@@ -48,16 +49,10 @@ def backward(grad: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def _front(size: int, dim: int | None, x: Tensor) -> Tensor:
-    return x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
-
-
-class MaxPool(torch.autograd.Function):
+class MaxPool(Elementwise):
     """Maps inputs to outputs."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return forward(x)
+    forward = staticmethod(forward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -67,17 +62,11 @@ class MaxPool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         return MaxPoolGradient.apply(grad, *ctx.saved_tensors)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
-        return MaxPool.apply(_front(info.batch_size, in_dims[0], x)), 0
 
-
-class MaxPoolGradient(torch.autograd.Function):
+class MaxPoolGradient(Elementwise):
     """Maps the outputs' gradient and inputs to the inputs' gradient; its own derivative is torch's."""
 
-    @staticmethod
-    def forward(grad: Tensor, x: Tensor) -> Tensor:
-        return backward(grad, x)
+    forward = staticmethod(backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -90,8 +79,3 @@ class MaxPoolGradient(torch.autograd.Function):
         _, places = F.max_pool2d(planes, 2, return_indices=True)
         picked = cotangent.flatten(0, -3).flatten(1).gather(1, places.flatten(1))
         return picked.reshape(*x.shape[:-2], *places.shape[-2:]), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, grad: Tensor, x: Tensor) -> Any:
-        n = info.batch_size
-        return MaxPoolGradient.apply(_front(n, in_dims[0], grad), _front(n, in_dims[1], x)), 0

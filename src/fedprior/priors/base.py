@@ -54,6 +54,8 @@ class Prior:
 
     scalars: ClassVar[tuple[str, ...]] = ()
     """Non-negative settings that may be tensors, so that runs which differ in them can train together."""
+    told: ClassVar[tuple[str, ...]] = ("weights",)
+    """The sections of the server's state that every client is told, unless `broadcast` says something else."""
 
     def check(self) -> None:
         """Refuse settings out of range. Call this when an algorithm is built: later, scalars may be tensors."""
@@ -110,7 +112,7 @@ class Prior:
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         """The packet that the server sends."""
-        return {"weights": server["weights"]}
+        return {section: server[section] for section in self.told}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The closed-form M-step, if there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
@@ -131,6 +133,10 @@ class Prior:
     def predict(self, server: Tree) -> Params:
         """The server's models, stacked: [K, …] with K > 1 for an ensemble."""
         return {name: value.unsqueeze(0) for name, value in server["weights"].items()}
+
+    def inclusion(self, local: Tree, packet: Tree) -> Gates:
+        """π, the probabilities of a client's own gates; empty without gates."""
+        return self.expect(local, packet).gates
 
     def responsibilities(self, assignment: Assignment, server: Tree) -> Tensor:
         """How much each of the server's models answers for a client: one number per model, which sum to 1."""
@@ -177,8 +183,11 @@ class Prior:
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
-        """The layout of a packet: every weight."""
-        return dense_layout(server["weights"])
+        """The layout of a packet: every number that clients are told, in full precision unless it is a weight."""
+        layout = dense_layout(server["weights"])
+        shapes = {name: {key: tuple(x.shape) for key, x in server[name].items()} for name in self.told}
+        others = {name: Section(shape, precision="float32") for name, shape in shapes.items() if name != "weights"}
+        return replace(layout, sections={**layout.sections, **others})
 
     def uplink(self, state: Tree) -> Layout:
         """The layout of an upload. `state` is the packet that it answers, or the server's state behind that packet."""

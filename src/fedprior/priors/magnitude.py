@@ -15,6 +15,7 @@ from torch import Tensor
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.gated import LocalGates, gated_layout
+from fedprior.priors.received import Received
 from fedprior.priors.thresholds import (
     CLOSED,
     NO_THRESHOLD,
@@ -67,15 +68,17 @@ class MagnitudeGates(LocalGates):
 
     def joint_logits(self, state: Tree, norms: Tensor | None = None) -> Tensor:
         """The same, with all layers in one vector; the norms may be known already."""
-        if "joint" in state:  # a received packet
-            return state["joint"]["logits"]
+        if isinstance(state, Received):
+            return state.known.logits
         return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
-    def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and probabilities of all gates."""
+    def _logits(
+        self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None, beyond: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of all gates and, at `beyond` more, their probabilities."""
         norms = self.norms(state["weights"], state) if norms is None else norms
         v = self.gating.join(state["thresholds"])
-        return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0)
+        return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0, beyond=beyond)
 
     def norms(self, weights: Params, state: Tree) -> Tensor:
         """‖w_g‖ of all groups. Columns that read a pruned unit are gone, but their share of the norm, now constant,
@@ -85,8 +88,8 @@ class MagnitudeGates(LocalGates):
 
     def _silent(self, state: Tree) -> Tensor:
         """The silent norms of all layers in one vector; layers that read no gated unit never lose anything."""
-        if "joint" in state:  # a received packet
-            return state["joint"]["silent"]
+        if isinstance(state, Received):
+            return state.known.silent[0]
         found, like = state["silent"], next(iter(state["weights"].values()))
         shapes = self.gating.gate_shapes.items()
         return self.gating.join({layer: found.get(layer, like.new_zeros(shape)) for layer, shape in shapes})

@@ -7,8 +7,10 @@ The server owns w and v. A client optimises its own w_s and v_s, starting at the
 
     loss(w_s ⊙ z) + λ/2 Σ_j π_j (w_sj − w_j)² + λ₀ Σ_j π_j − κ Σ_g (π_g log θ_g + (1 − π_g) log(1 − θ_g))
 
-with z from the hard-concrete relaxation of Bern(π). The norms in θ and π are detached: thresholds decide, and weights
-do not shrink to close a gate. j runs over parameters and g over gates.
+where z is the hard-concrete relaxation of Bern(σ(ℓ)), ℓ = (‖w_sg‖ − τ_sg) / T, and π and θ in this objective are
+probabilities P(z > 0) of the relaxed gates, the client's and the server's: σ(ℓ + β log(−ζ/γ)). What is sent, and the
+server's own θ, are of its limit at temperature zero. The norms are detached: thresholds decide, and weights do not
+shrink to close a gate. j runs over parameters and g over gates.
 """
 
 from collections.abc import Mapping
@@ -19,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprior.core.factors import NONE, Factors
-from fedprior.core.trees import Params, Tree
+from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_mean, joint_draws
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
-from fedprior.priors.thresholds import draw_gates, without_threshold
+from fedprior.priors.received import Known, Received
+from fedprior.priors.thresholds import ACTIVE, draw_gates, without_threshold
 
 NEAR = 0.2
 """How close to the watershed, as a share of it, deserves a warning."""
@@ -60,8 +63,11 @@ class SpikeSlab(MagnitudeGates):
         return -(gates * self.gating.joint_sizes(gates)).sum()
 
     def agreement(self, assignment: Assignment, server: Tree) -> Tensor:
-        """Σ_g z log θ + (1 − z) log(1 − θ), written as z ℓ − log(1 + e^ℓ) to stay finite when θ rounds to 0 or 1."""
-        logits = self.joint_logits(server)
+        """Σ_g z log θ + (1 − z) log(1 − θ), written as z ℓ − log(1 + e^ℓ) to stay finite when θ rounds to 0 or 1.
+
+        What a client expects of relaxed gates is compared with what is to be expected of the server's, relaxed as well.
+        """
+        logits = self.joint_logits(server) + (ACTIVE if assignment.joint else 0.0)
         return (self._joint_gates(assignment) * logits - F.softplus(logits)).sum()
 
     def _joint_gates(self, assignment: Assignment) -> Tensor:
@@ -73,9 +79,9 @@ class SpikeSlab(MagnitudeGates):
 
     def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """As in the base class. Two terms are linear in π: for a received packet, they are one price per gate."""
-        if "joint" not in server or isinstance(self.precision, Tensor) or self.precision != 0:
+        if not isinstance(server, Received) or isinstance(self.precision, Tensor) or self.precision != 0:
             return super().tempered_log_prob(assignment, server)
-        return (self._joint_gates(assignment) * server["joint"]["price"]).sum() - server["joint"]["constant"]
+        return (self._joint_gates(assignment) * server.known.price).sum() - server.known.constant
 
     # ------------------------------------------------------------------ the server
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
@@ -110,21 +116,30 @@ class SpikeSlab(MagnitudeGates):
     def adopt(self, packet: Tree, key: Tensor, explain: Explain) -> Tree:
         return {"weights": packet["weights"], "thresholds": packet["thresholds"]}
 
-    def receive(self, packet: Tree) -> Tree:
+    def receive(self, packet: Tree) -> Received:
         logits = self.joint_logits(packet)
-        price = self.cross_entropy * logits - self.lambda0 * self.gating.joint_sizes(logits)
-        constant = self.cross_entropy * F.softplus(logits).sum()
+        active = logits + ACTIVE
+        price = self.cross_entropy * active - self.lambda0 * self.gating.joint_sizes(logits)
+        constant = self.cross_entropy * F.softplus(active).sum()
         is_open = self.gating.join(packet["gates"]) > 0
-        joint = {"logits": logits, "open": is_open, "price": price, "constant": constant}
-        return {**packet, "joint": joint | ({"silent": self._silent(packet)} if "silent" in packet else {})}
+        silent = (self._silent(packet),) if "silent" in packet else ()
+        return Received(packet, Known(logits, is_open, price, constant, silent))
+
+    def _posterior(self, local: Tree, packet: Tree, beyond: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Logits of a client's gates and, at `beyond` more, their probabilities."""
+        is_open = packet.known.is_open if isinstance(packet, Received) else self.gating.join(packet["gates"]) > 0
+        return self._logits(local, is_open, self.norms(local["weights"], packet), beyond)
+
+    def inclusion(self, local: Tree, packet: Tree) -> Gates:
+        return self.gating.part(self._posterior(local, packet)[1])
 
     def expect(self, local: Tree, packet: Tree) -> Assignment:
-        is_open = packet["joint"]["open"] if "joint" in packet else self.gating.join(packet["gates"]) > 0
-        logits, gates = self._logits(local, is_open, self.norms(local["weights"], packet))
-        return Assignment(local["weights"], self.gating.part(gates), {"logits": logits, "gates": gates})
+        """w_s, and the probabilities P(z > 0) of the relaxed gates."""
+        logits, active = self._posterior(local, packet, ACTIVE)
+        return Assignment(local["weights"], self.gating.part(active), {"logits": logits, "gates": active})
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
-        """w_s ⊙ z, where z is hard concrete with its location such that P(z > 0) = π."""
+        """w_s ⊙ z, where z is hard concrete with the gates' logits as location."""
         if self.draws == "example":
             return expected.weights
         return self.gating.scale(expected.weights, draw_gates(expected.joint["logits"], key))
@@ -138,21 +153,21 @@ class SpikeSlab(MagnitudeGates):
         return self.gating.factors(drawn.reshape(examples, -1))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
-        """Draw z ~ Bern(π) exactly; keep the part of w_s that z leaves."""
-        expected = self.expect(local, packet).joint
-        draws = joint_draws(self.gating, key, expected["gates"].dtype)
-        drawn = (draws < expected["gates"]).to(draws.dtype)
-        gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(expected["logits"]))
+        """Draw z ~ Bern(π), the relaxation at temperature zero; keep the part of w_s that z leaves."""
+        logits, inclusion = self._posterior(local, packet)
+        draws = joint_draws(self.gating, key, inclusion.dtype)
+        drawn = (draws < inclusion).to(draws.dtype)
+        gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(logits))
         return {"weights": self.leave(local["weights"], gates, packet), "gates": gates, "floored": floored}
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:
         """Warn about groups at the watershed, where chance decides.
 
-        A gate is pushed shut while n_g λ₀ > κ logit θ_g. θ starts at the same value everywhere, so groups slightly
-        above that run away, and those slightly below stay open.
+        A gate is pushed shut while n_g λ₀ > κ logit P(z > 0) of the server's relaxed gate. It starts at the same value
+        everywhere, so groups slightly above that run away, and those slightly below stay open.
         """
-        edge, sizes = self.cross_entropy * self._start, self.gating.sizes()
+        edge, sizes = self.cross_entropy * (self._start + ACTIVE), self.gating.sizes()
         near = {layer: n for layer, n in sizes.items() if abs(n * self.lambda0 - edge) < NEAR * edge}
         if not near:
             return []
@@ -160,7 +175,7 @@ class SpikeSlab(MagnitudeGates):
         layers = ", ".join(list(near)[:4]) + (f" and {len(near) - 4} more" if len(near) > 4 else "")
         first = next(iter(near.values())) * self.lambda0
         return [
-            f"λ₀ = {self.lambda0:g} is at the watershed of {layers}: n λ₀ = {first:.1e} is within 20% of κ logit θ = "
-            f"{edge:.1e}, so small changes decide whether these gates close; take lambda0 below {low:.1e} or above "
+            f"λ₀ = {self.lambda0:g} is at the watershed of {layers}: n λ₀ = {first:.1e} is within 20% of "
+            f"κ logit P(z > 0) = {edge:.1e}, so small changes decide whether these gates close; take lambda0 below {low:.1e} or above "
             f"{high:.1e}"
         ]

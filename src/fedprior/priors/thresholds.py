@@ -14,8 +14,8 @@ from fedprior.core.operations import operation
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
-SHIFT = math.log(-GAMMA / ZETA)
-"""The shift of the location that makes P(z > 0) = π."""
+ACTIVE = BETA * math.log(-ZETA / GAMMA)
+"""How much larger the logit of P(z > 0) is than that of the gate, whose draws at temperature zero are Bernoulli's."""
 SMALLEST = 1e-8
 """The smallest threshold."""
 CLOSED = -1e9
@@ -28,14 +28,15 @@ EDGE = NO_THRESHOLD / 2
 
 @operation
 def logits_and_gates(
-    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool
+    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool, beyond: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Logits and probabilities. Gates that are not open are closed for good. With `dense`, some lack a threshold."""
+    """Logits and, at `beyond` more, probabilities. Gates that are not open are closed for good. With `dense`, some lack
+    a threshold."""
     logits = (norms - F.softplus(v)) / temperature
     if dense:
         logits = torch.where(without_threshold(v), OPEN, logits)
     logits = logits if is_open is None else torch.where(is_open, logits, CLOSED)
-    return logits, logits.sigmoid()
+    return logits, (logits + beyond).sigmoid()
 
 
 def without_threshold(v: Tensor) -> Tensor:
@@ -55,9 +56,8 @@ def inverse_softplus(tau: Tensor) -> Tensor:
 
 
 def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
-    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
-    noise = u.logit() / BETA + SHIFT
-    s = torch.add(noise, logit, alpha=1 / BETA).sigmoid()
+    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit + ACTIVE); differentiable in the logit."""
+    s = ((u.logit() + logit) / BETA).sigmoid()
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 

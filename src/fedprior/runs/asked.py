@@ -16,10 +16,10 @@ from fedprior.catalogue.algorithms import (
 from fedprior.catalogue.tasks import Task, task_options
 from fedprior.catalogue.tasks import task as named_task
 from fedprior.core.errors import SettingError, described
-from fedprior.core.options import nearest, table
+from fedprior.core.options import as_table, nearest
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
-from fedprior.engines.settings import check_run, check_useful
+from fedprior.engines.build import check_run, check_useful
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -95,7 +95,7 @@ def check_kind(value: Any, kind: type, what: str) -> None:
         raise SettingError(f"the {what} is {described(value)}; give its name, or one made by fedprior.{what}(…)")
 
 
-def tables(
+def setting_tables(
     task: str,
     algorithm: str,
     label: str,
@@ -107,8 +107,8 @@ def tables(
     """The tables of a config that hold settings, with the run's as they are recorded."""
     return {
         "run": {"task": task, "algorithm": algorithm, "label": label, **run},
-        "task": table(task_settings),
-        "algorithm": table(algorithm_settings),
+        "task": as_table(task_settings),
+        "algorithm": as_table(algorithm_settings),
     }
 
 
@@ -123,7 +123,7 @@ def config_of(parts: Parts, label: str, partition: str = "") -> dict[str, dict[s
     # A task may have a different seed from its run: the same clients and initial weights, but other draws.
     other = {} if task.seed in (None, settings.seed) else {"seed": task.seed}
     return {
-        **tables(
+        **setting_tables(
             task.name,
             algorithm.name,
             label,

@@ -13,9 +13,10 @@ from fedprior.core import keys
 from fedprior.core.errors import SettingError, counted
 from fedprior.core.keys import Turn
 from fedprior.core.network import Network
+from fedprior.core.settings import Settings
 from fedprior.core.trees import Gates
 from fedprior.em import Algorithm, protocol
-from fedprior.engines.settings import Settings, applied
+from fedprior.engines.build import applied
 from fedprior.priors import Narrow
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

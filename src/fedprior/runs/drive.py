@@ -12,11 +12,11 @@ from torch import nn
 from fedprior.catalogue.data.images import Scale
 from fedprior.core.errors import DivergedError, counted
 from fedprior.core.files import write_atomically
+from fedprior.core.settings import Settings
 from fedprior.core.storage import from_bytes, reading, to_bytes
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
-from fedprior.engines.server import Record, final_model, learned, totals, with_values
-from fedprior.engines.settings import Settings
+from fedprior.engines.server_state import Record, final_model, learned, totals, with_values
 from fedprior.report.run_tables import table_of_summaries
 from fedprior.report.table import Table
 from fedprior.runs import checkpoint, early

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fedprior.core.errors import SettingError
-from fedprior.engines.server import Record
+from fedprior.engines.server_state import Record
 
 
 class Stop(Enum):

@@ -13,7 +13,7 @@ from fedprior.core.errors import RunError
 from fedprior.core.files import append_line, write_atomically
 from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
-from fedprior.engines.server import Record
+from fedprior.engines.server_state import Record
 from fedprior.report import reading
 
 

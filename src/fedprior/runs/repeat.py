@@ -6,7 +6,7 @@ from typing import Any
 
 from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings
 from fedprior.catalogue.tasks import TASKS, is_file, task_options
-from fedprior.catalogue.tasks.files import CHECKSUM
+from fedprior.catalogue.tasks.from_file import CHECKSUM
 from fedprior.core.options import as_text, plain
 from fedprior.core.settings import RUN_OPTIONS
 from fedprior.report import Run

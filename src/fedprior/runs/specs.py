@@ -11,7 +11,7 @@ from fedprior.core.errors import RunError
 from fedprior.core.options import plain
 from fedprior.core.settings import MACHINE, RUN_OPTIONS
 from fedprior.report.records import Broken, read_run
-from fedprior.runs.asked import Config, tables
+from fedprior.runs.asked import Config, setting_tables
 from fedprior.runs.folder import RunFolder
 from fedprior.runs.start import BEFORE
 
@@ -39,7 +39,7 @@ class Spec:
         """
         chosen = run_settings({**self.run, "seed": self.seed}).recorded()
         settings = algorithm_settings(self.algorithm, self.algorithm_settings)
-        found = tables(
+        found = setting_tables(
             full(self.task) if is_file(self.task) else self.task,
             self.algorithm,
             self.label or self.algorithm,

@@ -14,11 +14,11 @@ from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
-from fedprior.core.options import convert, table
+from fedprior.core.options import as_table, convert
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
-from fedprior.engines.settings import build
+from fedprior.engines.build import build
 from fedprior.runs import checkpoint
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive
@@ -180,7 +180,7 @@ def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None
     check_kind(algorithm, Algorithm, "algorithm")
     if algorithm.name != name:
         raise RunError(f"{folder.path} was trained with {name}, not with {algorithm.name}")
-    recorded, now = folder.read_config()["algorithm"], table(algorithm.recorded())
+    recorded, now = folder.read_config()["algorithm"], as_table(algorithm.recorded())
     for key in {**now, **recorded} if recorded else {}:  # older versions recorded nothing about a user's own algorithm
         if recorded.get(key) != now.get(key):
             raise RunError(

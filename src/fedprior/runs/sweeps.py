@@ -40,6 +40,12 @@ def train(specs: Sequence[Spec], watch: Watch | None = None) -> list[Outcome]:
     return [outcomes[place] for place in range(len(specs))]
 
 
+def train_missing(specs: Sequence[Spec], watch: Watch | None = None) -> list[tuple[Spec, Outcome]]:
+    """Train the specs that still need it, and return their outcomes."""
+    left = unfinished(specs)
+    return list(zip(left, train(left, watch), strict=True))
+
+
 def unfinished(specs: Sequence[Spec]) -> list[Spec]:
     """The specs that still need training. A folder that holds a run with other settings is an error."""
     left = missing(specs)

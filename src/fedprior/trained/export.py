@@ -19,15 +19,15 @@ from fedprior.core.metrics import Measures, each
 from fedprior.core.network import IGNORED, Network
 from fedprior.em import Algorithm, protocol
 from fedprior.engines.batches import ClientBatches
+from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.server import final_model, learned, with_values
-from fedprior.engines.settings import build
+from fedprior.engines.server_state import final_model, learned, with_values
 from fedprior.runs import checkpoint, early, start
 from fedprior.runs.drive import Result
 from fedprior.runs.folder import RunFolder
+from fedprior.trained.compact.export_folder import Description, export_module
 from fedprior.trained.compact.inputs import Reader
 from fedprior.trained.compact.predict import outputs_of
-from fedprior.trained.compact.write import Description, export_module
 
 
 class Trained(NamedTuple):
@@ -109,7 +109,7 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
     turn, (memory,) = Turn(sim.root, sim.round + 1, client), sim.recall([client])
-    batches = ClientBatches(sim.data, client, sim.schedule, turn.key(Purpose.BATCHES))
+    batches = ClientBatches(sim.data, client, sim.workload, turn.key(Purpose.BATCHES))
     rate = sim.settings.rates.at(sim.round + 1).local
     model = protocol.rehearse(sim.algorithm, sim.network, sim.server, batches, turn, memory, rate)
     return with_values(copy.deepcopy(sim.network.module), model)

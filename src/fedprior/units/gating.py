@@ -11,7 +11,7 @@ from torch import Tensor
 from fedprior.core.errors import SettingError
 from fedprior.core.factors import Factors
 from fedprior.core.trees import Gates, Params
-from fedprior.units.tables import lasting
+from fedprior.units.positions import lasting
 
 
 class Gating(ABC):

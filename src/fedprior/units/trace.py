@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError, SettingError
-from fedprior.units.operations import CONVOLUTIONS
 from fedprior.units.structure import Layer, Reader, Structure
+from fedprior.units.torch_operations import CONVOLUTIONS
 from fedprior.units.walk import Edge, Shapes, Walk
 
 LINEAR_GATES = ("outputs", "inputs")

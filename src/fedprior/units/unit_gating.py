@@ -6,9 +6,9 @@ from torch import Tensor
 from fedprior.core.factors import Factor, Factors
 from fedprior.core.trees import Gates, Params
 from fedprior.units.gating import Gating
+from fedprior.units.positions import Positions
 from fedprior.units.rows import MOST, Rows, row_norms, scale_rows
 from fedprior.units.structure import Layer, Reader, Structure
-from fedprior.units.tables import Tables
 
 
 class UnitGating(Gating):
@@ -21,10 +21,10 @@ class UnitGating(Gating):
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))
-        self.tables = Tables(structure, floor)
+        self.positions = Positions(structure, floor)
         self.listeners = _listeners(structure)
         heard = (parameter for source, _, _ in self.listeners for parameter in structure.owned[source])
-        self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.tables.readers), *heard]))
+        self.narrowed = tuple(dict.fromkeys([*(reader.parameter for reader in self.positions.readers), *heard]))
         self.by_rows = self._rows(structure)
 
     def _rows(self, structure: Structure) -> tuple[Rows, ...] | None:
@@ -143,22 +143,22 @@ class UnitGating(Gating):
 
     def _columns(self, joint: Tensor) -> list[tuple[Reader, Tensor]]:
         """For every reader that can fall silent, all at once: whether any source still feeds each column."""
-        if not self.tables.readers:
+        if not self.positions.readers:
             return []
         closed = 1 - joint
-        heard, unheard = (self.tables.on(name, closed.device) for name in ("heard", "unheard"))
+        heard, unheard = (self.positions.on(name, closed.device) for name in ("heard", "unheard"))
         silent = closed[heard].masked_fill(unheard, 1.0).prod(-1)
-        pieces = (1 - silent).split(self.tables.columns)
+        pieces = (1 - silent).split(self.positions.columns)
         return [
             (reader, piece if reader.repeat == 1 else piece.repeat_interleave(reader.repeat))
-            for reader, piece in zip(self.tables.readers, pieces, strict=True)
+            for reader, piece in zip(self.positions.readers, pieces, strict=True)
         ]
 
     def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
         """As in the base class, but for all layers at once."""
         joint, scored = self.join(gates), self.join(scores)
         places, absent, back, least = (
-            self.tables.on(name, joint.device) for name in ("gates", "absent", "back", "least")
+            self.positions.on(name, joint.device) for name in ("gates", "absent", "back", "least")
         )
         gate, score = joint[places].masked_fill(absent, 0.0), scored[places].masked_fill(absent, -torch.inf)
         best = torch.zeros_like(gate).scatter(1, score.topk(min(self.least, score.shape[1])).indices, 1.0)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError
-from fedprior.units.operations import (
+from fedprior.units.structure import Layer, Reader
+from fedprior.units.torch_operations import (
     BATCH_NORMS,
     CONVOLUTIONS,
     FLATTENS,
@@ -19,7 +20,6 @@ from fedprior.units.operations import (
     name_of,
     pooled,
 )
-from fedprior.units.structure import Layer, Reader
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from fedprior_experiments.reproduce.command import reproduce
 from fedprior_experiments.reproduce.experiments import EXPERIMENTS, Cell, Cells, Experiment, Method, experiment
-from fedprior_experiments.reproduce.plan import plan, read_seeds
+from fedprior_experiments.reproduce.planning import plan, read_seeds
 from fedprior_experiments.reproduce.results import Results, read_results
 from fedprior_experiments.reproduce.training import train
 

@@ -7,14 +7,14 @@ from rich.console import Console
 
 from fedprior.catalogue.algorithms import run_settings
 from fedprior.engines import ranks
-from fedprior.engines.settings import device_of
+from fedprior.engines.build import device_of
 from fedprior.report.figures import NoMatplotlibError
 from fedprior.report.page import write_page
 from fedprior.runs.repeat import repeat_command
 from fedprior.runs.specs import missing
 from fedprior_experiments.reproduce.comparison import terminal
 from fedprior_experiments.reproduce.experiments import experiment as named_experiment
-from fedprior_experiments.reproduce.plan import check_names, plan
+from fedprior_experiments.reproduce.planning import check_names, plan
 from fedprior_experiments.reproduce.results import Results, read_results, shown_in
 from fedprior_experiments.reproduce.training import train
 

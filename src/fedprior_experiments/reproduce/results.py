@@ -14,7 +14,7 @@ from fedprior.report.table import Table, write_tables
 from fedprior.runs.specs import Spec, differences
 from fedprior_experiments.reproduce.comparison import comparison, numbers
 from fedprior_experiments.reproduce.experiments import Experiment
-from fedprior_experiments.reproduce.plan import plan
+from fedprior_experiments.reproduce.planning import plan
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def test_symmetric_pixels_go_from_minus_one_to_one():
     assert images.scale == ((0.5,), (0.5,))
 
 
-def test_digits_are_digits(images):
+def test_embedded_digits_look_like_digits(images):
     """The nearest class mean recognises four of five; mixed-up labels would make it one of ten."""
     means = torch.stack([images.x[images.y == c].mean(0) for c in range(10)]).flatten(1)
     nearest = torch.cdist(images.test_x.flatten(1), means).argmin(1)
@@ -55,7 +55,7 @@ def test_no_test_digit_is_a_training_digit(images):
     assert not any(image.numpy().tobytes() in train for image in images.test_x)
 
 
-def test_the_file_is_small_and_says_where_it_comes_from():
+def test_the_file_is_small_and_names_its_source():
     folder = resources.files("fedprior.catalogue.data")
     assert len(folder.joinpath("mnist_mini.npz.xz").read_bytes()) <= 3_000_000
     about = folder.joinpath("mnist_mini.txt").read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ def small_cifar(root: Path, source: hub.Source = hub.CIFAR10, classes: int = 10)
     return made
 
 
-def test_images_come_back_as_they_were_and_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_survive_the_cache_and_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = small_cifar(tmp_path / "hub")
     first = hub.load(hub.CIFAR10, str(tmp_path / "hub"))
     for name, values in made.items():
@@ -121,7 +121,7 @@ def test_cifar100_has_fine_labels_and_pachinko_clients(tmp_path: Path) -> None:
     assert task.defaults["weighting"] == "equal"  # the paper's
 
 
-def test_femnist_has_a_client_a_writer(tmp_path: Path) -> None:
+def test_femnist_has_one_client_per_writer(tmp_path: Path) -> None:
     images = np.random.RandomState(0).randint(0, 256, (60, 28, 28)).astype(np.uint8)
     writers = [f"w{i % 3}" for i in range(60)]
     labels = [i % 62 for i in range(60)]
@@ -135,7 +135,7 @@ def test_femnist_has_a_client_a_writer(tmp_path: Path) -> None:
         assert task.data.test.size(client) == 4
 
 
-def test_missing_data_is_one_line_that_says_how_to_get_it(tmp_path: Path) -> None:
+def test_missing_data_is_one_line_that_says_where_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         fedprior.task("cifar10", data_dir=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"--data-dir must hold uoft-cs/cifar10"):
@@ -187,9 +187,7 @@ def test_half_an_npz_says_what_to_delete(tmp_path: Path) -> None:
         ({"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)}, "must have one entry"),
     ],
 )
-def test_arrays_that_are_not_the_sets_are_refused_in_a_line(
-    tmp_path: Path, changes: dict[str, np.ndarray], match: str
-) -> None:
+def test_wrong_arrays_are_a_one_line_error(tmp_path: Path, changes: dict[str, np.ndarray], match: str) -> None:
     np.savez(tmp_path / "uoft-cs--cifar10.npz", **arrays(**changes))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=match):
         fedprior.task("cifar10", data_dir=str(tmp_path), clients=2)
@@ -243,7 +241,7 @@ def garments(root: Path, sides: tuple[int, ...] = (28,), colour: tuple[str, ...]
 OPTIONS = {"dataset": "shop/garments", "image": "picture", "label": "kind", "test": "validation", "clients": 4}
 
 
-def test_any_set_by_name_and_columns(tmp_path: Path) -> None:
+def test_any_data_set_is_loaded_by_name_and_columns(tmp_path: Path) -> None:
     task = fedprior.task("hub", data_dir=str(garments(tmp_path)), **OPTIONS)
     assert task.data.classes == 3
     assert task.data.x.shape == (60, 1, 28, 28)
@@ -282,7 +280,7 @@ def test_columns_do_not_share_a_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["iid", "shards", "classes", "quantity", "column"])
-def test_any_set_is_divided_as_the_partition_says(tmp_path: Path, name: str) -> None:
+def test_any_data_set_is_divided_as_asked(tmp_path: Path, name: str) -> None:
     root = str(garments(tmp_path, shop=[i % 5 for i in range(60)]))
     more: dict[str, object] = {"alpha": 0.3} if name in ("classes", "quantity") else {}
     options = {**OPTIONS, "partition": name, **more}
@@ -297,7 +295,7 @@ def test_any_set_is_divided_as_the_partition_says(tmp_path: Path, name: str) -> 
     assert task.options["partition"] == name
 
 
-def test_images_are_scaled_and_get_colour_where_others_have_it(tmp_path: Path) -> None:
+def test_images_are_resized_and_get_the_channels_of_the_others(tmp_path: Path) -> None:
     root = str(garments(tmp_path, sides=(28, 40), colour=("train",)))
     with pytest.raises(DataError, match=r"differ in size \(28×28 to 40×40\); scale them: --set side="):
         fedprior.task("hub", data_dir=root, **OPTIONS)
@@ -325,7 +323,7 @@ def test_images_are_scaled_and_get_colour_where_others_have_it(tmp_path: Path) -
         ({"partition": "column"}, "partition=column and column=NAME"),
     ],
 )
-def test_what_does_not_fit_is_one_line_that_says_what_to_do(
+def test_unsuitable_data_are_one_line_that_says_what_to_do(
     tmp_path: Path, change: dict[str, object], match: str
 ) -> None:
     root = garments(tmp_path, size=[-1] * 60)
@@ -339,7 +337,7 @@ def test_what_does_not_fit_is_one_line_that_says_what_to_do(
     ("name", "clients", "examples"),
     [("cifar10", 100, 50_000), ("cifar100", 500, 50_000), ("mnist-scaffold", 100, 60_000)],
 )
-def test_the_real_sets_have_the_papers_shape(name: str, clients: int, examples: int) -> None:
+def test_the_real_data_sets_have_the_papers_shape(name: str, clients: int, examples: int) -> None:
     task = fedprior.task(name, data_dir=REAL)
     assert task.data.clients == clients
     assert sum(task.data.train.size(s) for s in range(clients)) == examples

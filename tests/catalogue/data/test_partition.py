@@ -44,7 +44,7 @@ def test_parts_are_disjoint_and_of_equal_size(labels, test_labels, clients, alph
         assert all(0 <= row < len(whole) for row in rows)
 
 
-def test_all_examples_are_dealt_when_the_clients_divide_them():
+def test_all_examples_are_dealt_if_the_clients_divide_them_evenly():
     train, test = dirichlet(LABELS, TEST_LABELS, 20, 1.0, 0)
     assert sorted(np.concatenate(train)) == list(range(1000))
     assert sorted(np.concatenate(test)) == list(range(200))
@@ -76,13 +76,13 @@ def test_a_clients_test_set_has_the_classes_of_its_training_set():
     assert np.mean(overlap) > 0.9
 
 
-def test_the_seed_names_the_partition():
+def test_the_seed_determines_the_partition():
     first, again, other = (dirichlet(LABELS, TEST_LABELS, 20, 1.0, seed) for seed in (7, 7, 8))
     assert all(np.array_equal(a, b) for a, b in zip(first[0] + first[1], again[0] + again[1], strict=True))
     assert fingerprint(first[0]) != fingerprint(other[0])
 
 
-def test_the_partition_of_a_seed_is_the_one_it_has_always_been():
+def test_a_seeds_partition_never_changes():
     train, test = dirichlet(LABELS, TEST_LABELS, 20, 1.0, 0)
     assert (fingerprint(train), fingerprint(test)) == ("5621f295679b6385", "72261dd56148da15")
 
@@ -122,7 +122,7 @@ def test_pachinko_gives_equal_disjoint_hands_that_favour_few_coarse_labels() -> 
     assert np.abs(tests - trains).sum() < 0.7, "test examples follow the same preferences"
 
 
-def test_pachinko_with_a_tiny_beta_still_deals_and_without_limits_is_refused() -> None:
+def test_pachinko_works_with_a_tiny_beta_and_refuses_impossible_ones() -> None:
     fine, coarse, test_fine, test_coarse = cifar100_labels()
     train, _ = partition.pachinko(fine, coarse, test_fine, test_coarse, 20, seed=0, beta=1e-12)
     assert len(np.unique(np.concatenate(train))) == sum(map(len, train))
@@ -137,7 +137,7 @@ def test_pachinko_with_even_preferences_is_even() -> None:
     assert np.bincount(coarse[train[0]], minlength=20).max() <= 15
 
 
-def test_by_writer_gives_each_writer_its_own_examples() -> None:
+def test_by_writer_gives_every_writer_its_own_examples() -> None:
     writers = np.array(["b", "a", "b", "c", "a", "b", "a", "b", "b", "b", "b", "b", "b"])
     train, test = partition.by_writer(writers, seed=0, test_fraction=0.2)
     assert [set(writers[np.concatenate([a, b])]) for a, b in zip(train, test, strict=True)] == [{"a"}, {"b"}]

@@ -27,7 +27,7 @@ def some_labels(count, classes=5, seed=0):
     st.sampled_from([1e-9, 0.05, 0.5, 10.0, 1e6]),
     st.integers(0, 2**40),
 )
-def test_every_example_at_most_once_nobody_empty_and_a_seed_names_one_partition(name, clients, more, alpha, seed):
+def test_no_example_twice_no_client_empty_one_partition_per_seed(name, clients, more, alpha, seed):
     labels, test_labels = some_labels(24 + more, seed=seed % 1000), some_labels(12 + more, seed=seed % 1000 + 1)
     owners, test_owners = (np.arange(len(part)) % clients for part in (labels, test_labels))
     given = {"partition": name, "clients": clients, "alpha": alpha}
@@ -44,12 +44,12 @@ def test_every_example_at_most_once_nobody_empty_and_a_seed_names_one_partition(
 
 
 @pytest.mark.parametrize("name", ["iid", "shards", "classes", "quantity"])
-def test_all_training_examples_are_given_away(name):
+def test_every_training_example_has_a_client(name):
     train, _ = divide(some_labels(103), partition=name, clients=7, alpha=0.3)
     assert sorted(np.concatenate(train).tolist()) == list(range(103))
 
 
-def test_iid_sizes_differ_by_one_at_most_and_mixes_by_chance_alone():
+def test_iid_sizes_differ_by_at_most_one_and_mixes_only_by_chance():
     labels = some_labels(10_000, 4)
     train, test = divide(labels, labels, partition="iid", clients=7)
     for parts in (train, test):
@@ -70,7 +70,7 @@ def test_shards_give_a_client_few_classes_and_test_examples_of_the_same():
     assert np.mean(own) > 0.7  # the last clients take what is left
 
 
-def test_classes_and_quantity_are_skewed_where_they_say_and_only_there():
+def test_classes_and_quantity_skew_only_what_they_name():
     labels = np.repeat(np.arange(5), 2000)
 
     def spread(name, alpha):
@@ -93,7 +93,7 @@ def test_a_classes_share_of_the_test_set_is_that_of_the_training_set():
         assert np.abs(np.bincount(labels[rows], minlength=3) - np.bincount(labels[held], minlength=3)).max() <= 2
 
 
-def test_a_column_makes_one_client_a_user_in_the_order_of_their_names():
+def test_a_column_makes_one_client_per_user_in_name_order():
     owners = np.array(["eve", "bob", "eve", "ann", "bob", "eve"])
     train, test = divide(np.zeros(6), partition="column", owners=owners, test_owners=np.array(["bob", "ann", "zoe"]))
     assert [rows.tolist() for rows in train] == [[1, 4], [0, 2, 5]]  # ann has one example: left out
@@ -121,7 +121,7 @@ def test_clients_from_one_set_train_with_a_share_of_each_held_out():
 
 
 @pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy])
-def test_arrays_and_lists_are_divided_as_tensors_are(kind):
+def test_arrays_and_lists_are_divided_like_tensors(kind):
     x, y = torch.arange(40.0)[:, None].repeat(1, 3), torch.arange(40) % 4
     told = {"partition": "classes", "clients": 5, "alpha": 0.5, "seed": 3}
     ours, theirs = clients_from(x, y, **told), clients_from(kind(x), kind(y), **told)
@@ -156,7 +156,7 @@ def test_arrays_and_lists_are_divided_as_tensors_are(kind):
         ({"test": (torch.zeros(4, 3), ["a"] * 4)}, "test cannot become tensors"),
     ],
 )
-def test_what_cannot_be_divided_is_one_line(given, message):
+def test_impossible_partitions_are_one_line_errors(given, message):
     with pytest.raises((SettingError, DataError), match=message):
         clients_from(torch.zeros(40, 3), torch.arange(40) % 4, **{"clients": 5, **given})
     with pytest.raises(DataError, match="needs one label per example"):

@@ -34,7 +34,9 @@ def filled(norm: nn.Module) -> nn.Module:
     ],
     ids=str,
 )
-def test_it_is_the_whole_norm_on_what_is_left(norm: nn.Module, shape: tuple[int, ...], scale: float) -> None:
+def test_the_pruned_norm_equals_the_full_norm_on_the_rest(
+    norm: nn.Module, shape: tuple[int, ...], scale: float
+) -> None:
     filled(norm)
     axis = len(shape) - 1 if isinstance(norm, nn.LayerNorm) else 1
     x = scale * (1 + torch.randn(shape, generator=torch.Generator().manual_seed(1)).double())

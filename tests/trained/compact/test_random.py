@@ -126,7 +126,7 @@ def close(module: nn.Module, units: list[tuple[nn.Module, Tensor]]) -> None:
 
 @settings(max_examples=25)
 @given(networks(), st.sampled_from([1, 1, 2, 4]))
-def test_outputs_stay_and_the_size_is_the_formulas(network: tuple[nn.Module, Tensor, int], align: int) -> None:
+def test_outputs_are_the_same_and_the_size_is_as_computed(network: tuple[nn.Module, Tensor, int], align: int) -> None:
     module, x, left = network
     small = compact(module, x[0], align=align)
     assert "no unit was removed" not in small.note
@@ -169,7 +169,7 @@ def test_a_pruned_norm_is_the_norm_of_all_channels(data: st.DataObject, seed: in
 
 
 @pytest.mark.parametrize("align", [1, 8])
-def test_every_layer_says_how_many_units_it_has(align: int) -> None:
+def test_every_layer_reports_its_number_of_units(align: int) -> None:
     """Attributes are no part of the outputs, but model.py is written from them."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 9, 3), nn.PReLU(9), nn.Conv2d(9, 4, 3), nn.InstanceNorm2d(4), nn.Flatten())

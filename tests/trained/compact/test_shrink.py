@@ -104,7 +104,7 @@ def size(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_stay_and_closed_units_go(name: str, seed: int) -> None:
+def test_outputs_do_not_change_when_closed_units_are_removed(name: str, seed: int) -> None:
     module, gating, gates, x = masked(name, seed, 0.3 if seed else 0.6)
     small = compact(module, x[0])
     assert small.note == "" or (name in ADDS and "closed units stay as zeros" in small.note)
@@ -119,7 +119,7 @@ def test_outputs_stay_and_closed_units_go(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_closed_inputs_of_linear_layers_go(seed: int) -> None:
+def test_closed_inputs_of_linear_layers_are_removed(seed: int) -> None:
     torch.manual_seed(seed)
     module, x = LeNet5(1, 20, 4), torch.randn(5, 1, 20, 20)
     gating = UnitGating(find_structure(module, x[0], gate_output=True, linear_gates="inputs"))
@@ -143,7 +143,7 @@ def test_a_linear_layer_that_reads_nothing_still_has_its_bias() -> None:
     assert small.units == {"0's inputs": (1, 9)}
 
 
-def test_a_channel_of_a_sum_goes_only_with_all_that_add_to_it() -> None:
+def test_a_summed_channel_is_removed_only_if_every_summand_is_closed() -> None:
     module, _, _, x = masked("residual", 0, 1.0)
     params = dict(module.named_parameters())
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_channel_of_a_sum_goes_only_with_all_that_add_to_it() -> None:
     torch.testing.assert_close(small.module(x), module(x))
 
 
-def test_a_dense_network_and_one_that_is_all_closed() -> None:
+def test_dense_and_fully_closed_networks() -> None:
     module, x = LeNet5(1, 16, 4), torch.randn(3, 1, 16, 16)
     assert compact(module, x[0]).units == {}
     torch.testing.assert_close(compact(module, x[0]).module(x), module(x))
@@ -168,7 +168,7 @@ def test_a_dense_network_and_one_that_is_all_closed() -> None:
     torch.testing.assert_close(small.module(x), module(x))
 
 
-def test_the_users_module_is_left_alone() -> None:
+def test_the_users_module_is_unchanged() -> None:
     module, _, _, x = masked("lenet5", 0, 0.5)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     module.train()
@@ -179,7 +179,7 @@ def test_the_users_module_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["lenet5", "norms", "resnet20"])
-def test_aligned_channels_are_multiples_where_convolutions_read_them(name: str) -> None:
+def test_aligned_channel_counts_are_multiples_where_convolutions_read_them(name: str) -> None:
     module, _, _, x = masked(name, 1, 0.3)
     small = compact(module, x[0], align=4)
     torch.testing.assert_close(small.module(x), module(x), atol=1e-5, rtol=1e-5)
@@ -209,7 +209,7 @@ def test_a_network_that_cannot_be_analysed_stays_whole_and_says_why() -> None:
     torch.testing.assert_close(small.module(x), module(x))
 
 
-def test_a_dependence_on_sizes_is_noticed() -> None:
+def test_a_network_that_depends_on_its_sizes_is_noticed() -> None:
     class BySize(nn.Module):
         def __init__(self) -> None:
             super().__init__()

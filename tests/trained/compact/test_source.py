@@ -24,7 +24,7 @@ Case = tuple[Callable[[], nn.Module], Tensor]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads the times here."""
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
 
 
 class First(nn.Module):
@@ -204,7 +204,7 @@ def built(name: str) -> tuple[nn.Module, Tensor]:
     return module.eval(), x
 
 
-def test_model_py_loads_without_fedprior_whatever_it_is_made_of(tmp_path: Path) -> None:
+def test_model_py_of_any_layers_loads_without_fedprior(tmp_path: Path) -> None:
     for name in CASES:
         module, x = built(name)
         found = export_module(module, x, tmp_path / name, about={"title": name}, with_onnx=False)
@@ -243,7 +243,7 @@ def pruned_tied() -> Tied:
 
 
 @pytest.mark.parametrize("with_onnx", [False, True])
-def test_tied_weights_are_stored_once_and_tied_again(with_onnx: bool, tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_tied_after_loading(with_onnx: bool, tmp_path: Path) -> None:
     if with_onnx:
         pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
     module, x = pruned_tied(), torch.randint(0, 200, (5, 6))
@@ -265,7 +265,7 @@ def test_tied_weights_are_stored_once_and_tied_again(with_onnx: bool, tmp_path: 
         assert 4 * numbers <= sizes[f"compact{kind}"]["bytes"] <= 4 * numbers + 2500
 
 
-def test_a_layer_with_a_shared_weight_keeps_its_units_and_others_lose_theirs() -> None:
+def test_only_layers_with_a_shared_weight_keep_closed_units() -> None:
     torch.manual_seed(0)
     first, second, third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
     second.weight = first.weight
@@ -279,7 +279,7 @@ def test_a_layer_with_a_shared_weight_keeps_its_units_and_others_lose_theirs() -
     torch.testing.assert_close(small.module(x), module(x))
 
 
-def test_a_shared_weight_keeps_columns_that_nothing_is_read_through() -> None:
+def test_a_shared_weight_keeps_columns_that_read_closed_units() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     second.weight = first.weight
@@ -313,7 +313,7 @@ def test_a_shared_weight_keeps_columns_that_nothing_is_read_through() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_layer_is_written_with_what_is_not_default(module: nn.Module, text: str) -> None:
+def test_a_layer_is_written_with_its_arguments_that_are_not_defaults(module: nn.Module, text: str) -> None:
     assert construction(module) == text
 
 
@@ -341,6 +341,6 @@ def changed(module: nn.Module, **attributes: Any) -> nn.Module:
     ],
     ids=["forward", "shape", "more", "other", "own", "container", "hooked"],
 )
-def test_a_layer_that_was_changed_is_not_taken_for_torchs(module: nn.Module) -> None:
+def test_a_modified_layer_is_not_mistaken_for_torchs(module: nn.Module) -> None:
     with pytest.raises(ModelError, match="cannot be written as code"):
         construction(module)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedprior.catalogue.tasks.base import Task, own_task
-from fedprior.catalogue.tasks.files import file_options, file_task, full, is_file, short
+from fedprior.catalogue.tasks.from_file import file_options, file_task, full, is_file, short
 from fedprior.catalogue.tasks.named import TASKS
 from fedprior.core.options import check_effect, nearest, options_of, resolve
 

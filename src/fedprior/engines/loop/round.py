@@ -27,13 +27,13 @@ from fedprior.em import Algorithm, EStep, protocol
 from fedprior.engines import ranks
 from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack
-from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.engines.server import Record, client_diverged, evaluate, floored, update
+from fedprior.engines.batches import ClientBatches, Workload
+from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, update
 
 
 @dataclass
 class Simulation:
-    """Everything that persists from round to round. Build it with `engines.settings.build`."""
+    """Everything that persists from round to round. Build it with `engines.build.build`."""
 
     algorithm: Algorithm
     network: Network
@@ -61,9 +61,9 @@ class Simulation:
     seconds: float = field(default=0.0)
 
     @property
-    def schedule(self) -> Schedule:
+    def workload(self) -> Workload:
         """How long a client trains."""
-        return Schedule.of(self.settings)
+        return Workload.of(self.settings)
 
     def step(self, evaluate: bool) -> Record:
         """One round of hard EM."""
@@ -119,7 +119,7 @@ class Simulation:
             client = clients[places[place]]
             packet, remembered = trees.row((packets, memory), places[place])
             own = turn.of(client)
-            batches = ClientBatches(data, client, self.schedule, own.key(Purpose.BATCHES))
+            batches = ClientBatches(data, client, self.workload, own.key(Purpose.BATCHES))
             tamper = partial(self.attack, self.hostile[client]) if self.attack else None
             with self.workers.lend() as network:
                 step, model = protocol.take_turn(

@@ -11,14 +11,14 @@ from torch import Tensor
 from fedprior.core import trees
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
-from fedprior.engines.batches import Places, Plan
+from fedprior.engines.batches import Extent, Places
 from fedprior.priors import Prior
 
 
 class Shape(NamedTuple):
     """What the host must know to make a round's tensors. Rounds of the same shape share a captured graph."""
 
-    plan: Plan
+    extent: Extent
     tests: int
     """Places for a client's test examples."""
 

@@ -25,9 +25,9 @@ from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, EStep, protocol
 from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
-from fedprior.engines.batches import CohortBatches, Places, Plan
+from fedprior.engines.batches import CohortBatches, Extent, Places
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.server import Record, client_diverged, server_diverged
+from fedprior.engines.server_state import Record, client_diverged, server_diverged
 from fedprior.engines.stacked import streaming
 from fedprior.engines.stacked.alike import check_alike
 from fedprior.engines.stacked.joined import Kept
@@ -129,9 +129,9 @@ class Together:
             for root, run in zip(self.roots, self.runs, strict=True)
         ]
         pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
-        plan = Plan.of([data.train.size(client) for data, client in pairs], self.runs[0].schedule)
+        extent = Extent.of([data.train.size(client) for data, client in pairs], self.runs[0].workload)
         tests = max(data.test.size(client) for data, client in pairs)
-        shape = Shape(plan, 1 << (tests - 1).bit_length() if tests > 1 else tests)
+        shape = Shape(extent, 1 << (tests - 1).bit_length() if tests > 1 else tests)
         remembered = [
             run.memory.get(client, self.blank)
             for run, chosen in zip(self.runs, clients, strict=True)
@@ -140,7 +140,7 @@ class Together:
         memory = trees.stack(remembered) if self.blank else {}
         chosen, numbers = torch.tensor(clients), torch.full((len(clients),), number)
         mine = [pairs[place] for place in ranks.share(len(pairs))]
-        examples = streaming.cohort_examples(mine, plan.capacity, shape.tests, self.device) if self.streamed else {}
+        examples = streaming.cohort_examples(mine, extent.capacity, shape.tests, self.device) if self.streamed else {}
         self.rate = self.runs[0].settings.rates.at(number)
         # In a graph, rates must be tensors that each replay reads.
         fixed = self.runs[0].settings.rates.constant or not self.capture
@@ -217,7 +217,7 @@ class Together:
         rows = (flat, turn, packets, inputs.memory, self.of_clients)
         flat, turn, packets, memory, settings = ranks.own(rows, everyone)
         examples = self._examples("train", inputs, flat)
-        batches = CohortBatches(*examples, first.schedule, shape.plan, turn.key(Purpose.BATCHES))
+        batches = CohortBatches(*examples, first.workload, shape.extent, turn.key(Purpose.BATCHES))
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         take_turn = partial(protocol.take_turn, rate=rate, tamper=tamper, vectorised=True, settings=settings)
         step, models = take_turn(self.algorithm, first.network, packets, batches, turn, memory)
@@ -274,7 +274,7 @@ class Together:
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:
             return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
-        rows = places.table(capacity)
+        rows = places.padded(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
         with torch.no_grad():
             found = vmap(lambda params, x, y, real: each(network, what, network.predict(params, x, real), y))(

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from fedprior.trained.compact.source import in_layers
-from fedprior.units.operations import BATCH_NORMS, CONVOLUTIONS
+from fedprior.units.torch_operations import BATCH_NORMS, CONVOLUTIONS
 
 
 def fold(module: nn.Module) -> nn.Module:

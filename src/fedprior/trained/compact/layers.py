@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fedprior.core.errors import ModelError
 from fedprior.trained.compact.norm import PrunedNorm
-from fedprior.units.operations import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
+from fedprior.units.torch_operations import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
 
 
 def read_columns(layer: nn.Linear) -> Tensor:

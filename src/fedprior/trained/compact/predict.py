@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fedprior.catalogue.data.images import Scale
 from fedprior.core.errors import DataError, ModelError, RunError
 from fedprior.trained.compact import onnx
+from fedprior.trained.compact.export_folder import FORMAT, Description, load_module
 from fedprior.trained.compact.inputs import Reader
-from fedprior.trained.compact.write import FORMAT, Description, load_module
 
 
 class Prediction(NamedTuple):

@@ -24,7 +24,7 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import ModelError
 from fedprior.trained.compact.fold import fold
 from fedprior.trained.compact.layers import read_columns, shrink_layer, smaller_norm
-from fedprior.units.operations import CONVOLUTIONS, NORMS, name_of
+from fedprior.units.torch_operations import CONVOLUTIONS, NORMS, name_of
 from fedprior.units.trace import Edges, find_edges
 from fedprior.units.walk import Edge
 

@@ -1,7 +1,11 @@
 """Options that several commands share, and how to read their values."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,9 +79,63 @@ def all_settings(set_: list[str], data_dir: Path | None, wire: str | None = None
     return [*set_, *wired, f"data_dir={data_dir.resolve()}"] if data_dir else [*set_, *wired]
 
 
-def asked_size(sparsity: float | None, max_parameters: int | None, budget: str | None) -> list[str]:
-    """The requested size as settings; a budget becomes one once the rounds are known."""
-    if sum(given is not None for given in (sparsity, max_parameters, budget)) > 1:
-        raise SettingError("--sparsity, --max-parameters and --budget set the same thing: use only one")
-    asked = {"sparsity": sparsity, "max_parameters": max_parameters}
-    return [f"{name}={value}" for name, value in asked.items() if value is not None]
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options that `run` and `compare` share."""
+
+    rounds: Rounds = None
+    seed: Seed = 0
+    clients_per_round: Cohort = None
+    sparsity: Sparsity = None
+    max_parameters: MaxParameters = None
+    budget: Budget = None
+    wire: Precision = None
+    device: Device = "auto"
+    data_dir: DataDir = None
+    tensorboard: Board = None
+    set_: Set = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(given(sparsity=self.sparsity, max_parameters=self.max_parameters, budget=self.budget)) > 1:
+            raise SettingError("--sparsity, --max-parameters and --budget set the same thing: use only one")
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """The requested size as a setting; a budget becomes one once the rounds are known."""
+        return given(sparsity=self.sparsity, max_parameters=self.max_parameters)
+
+    @property
+    def sized(self) -> bool:
+        """Whether a size is requested."""
+        return bool(self.size) or self.budget is not None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of task and algorithm, and of the run as far as they are given by `--set`."""
+        size = [f"{name}={value}" for name, value in self.size.items()]
+        return pairs([*all_settings(self.set_, self.data_dir, self.wire), *size])
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The settings of the run that have an option."""
+        return given(seed=self.seed, device=self.device, rounds=self.rounds, clients_per_round=self.clients_per_round)
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Asked` in place of its last parameter: typer reads a command's signature."""
+
+    @wraps(command)
+    def called(**options: Any) -> None:
+        command(asked=Asked(**{one.name: options.pop(one.name) for one in fields(Asked)}), **options)
+
+    *own, _ = inspect.signature(command).parameters.values()
+    shared = list(inspect.signature(Asked).parameters.values())
+    # Neither a parameter nor a field may have a list as its default, but typer wants one.
+    shared = [one.replace(default=[]) if one.name == "set_" else one for one in shared]
+    called.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    return called

@@ -1,4 +1,4 @@
-"""The positions of a structure's gates in one vector. With these tables, one lookup serves all layers.
+"""The positions of a structure's gates in one vector. With them, one lookup serves all layers.
 
 On a GPU, launching many short operations, layer by layer, costs more than the work they do.
 """
@@ -24,7 +24,7 @@ def lasting() -> Iterator[None]:
         yield
 
 
-class Tables:
+class Positions:
     """Constants of a structure, kept on every device that asked for them."""
 
     def __init__(self, structure: Structure, least: int) -> None:
@@ -56,7 +56,7 @@ class Tables:
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
     def on(self, name: str, device: torch.device) -> Tensor:
-        """A table on a device, copied there once: a captured CUDA graph cannot copy from the host."""
+        """Some positions on a device, copied there once: a captured CUDA graph cannot copy from the host."""
         key = (name, device)
         if key not in self._copies:
             with lasting():

@@ -13,8 +13,8 @@ from fedprior.core.errors import ModelError, RunError
 from fedprior.core.files import writing
 from fedprior.core.storage import to_bytes
 from fedprior.trained.compact import onnx
+from fedprior.trained.compact.lower import in_operations
 from fedprior.trained.compact.measure import REPEATS, fastest, multiply_adds, parameters, stored
-from fedprior.trained.compact.operations import in_operations
 from fedprior.trained.compact.shrink import TOLERANCE, compact
 from fedprior.trained.compact.source import in_layers, to_source
 from fedprior.version import __version__

@@ -46,7 +46,7 @@ def pruned(module: nn.Module, example: Tensor, share: float, seed: int = 0) -> n
 @pytest.mark.parametrize("name", ["lenet5", "resnet20", "ensemble", "own"])
 def test_model_py_loads_without_fedprior(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody reads the times.
-    monkeypatch.setattr("fedprior.trained.compact.write.fastest", lambda calls: [1.0] * len(calls))
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.fastest", lambda calls: [1.0] * len(calls))
     torch.manual_seed(0)
     shape = (3, 16, 16) if name == "resnet20" else (1, 16, 16)
     x = torch.randn(6, *shape)
@@ -82,17 +82,17 @@ class Own(nn.Module):
         return self.head(self.body(x)) * self.scale + self.shift
 
 
-def test_files_that_are_wrong_are_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_files_are_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(tensors: dict[str, Tensor]) -> bytes:
         return to_bytes({name: value + 1e-3 for name, value in tensors.items()})
 
-    monkeypatch.setattr("fedprior.trained.compact.write.to_bytes", damaged)
+    monkeypatch.setattr("fedprior.trained.compact.export_folder.to_bytes", damaged)
     with pytest.raises(ModelError, match=r"model\.py is wrong: its outputs differ from the network's by"):
         export_module(nn.Linear(3, 2), torch.rand(2, 3), tmp_path / "out", about={}, with_onnx=False)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_in_use_and_a_network_that_is_no_code_leave_nothing(tmp_path: Path) -> None:
+def test_a_refused_export_leaves_no_files(tmp_path: Path) -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +142,7 @@ def test_onnx_equals_the_network_on_real_inputs_for_any_batch(digits) -> None:
     torch.testing.assert_close(outputs(folder, x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_files_are_no_larger_than_what_survives_and_two_percent(digits) -> None:
+def test_files_are_at_most_two_percent_larger_than_what_survives(digits) -> None:
     folder, module, task = digits
     gating = UnitGating(find_structure(module, task.network.example))
     gates = {layer: (norm > 0).float() for layer, norm in gating.norms(dict(module.named_parameters())).items()}
@@ -181,7 +181,7 @@ def pixels() -> tuple[np.ndarray, np.ndarray]:
     return arrays["test_x"], arrays["test_y"]
 
 
-def test_images_and_arrays_give_the_networks_own_predictions(digits, pixels, tmp_path: Path) -> None:
+def test_images_and_arrays_give_the_networks_predictions(digits, pixels, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     folder, module, task = digits
     np.save(tmp_path / "many.npy", pixels[0][:9])
@@ -232,7 +232,7 @@ def test_colours_may_come_first_or_last() -> None:
         read.array(np.moveaxis(images, -1, 1) // 128 * 1.0, Path("x.npy"))
 
 
-def test_networks_of_words_and_of_measurements_read_arrays_alone(tmp_path: Path) -> None:
+def test_networks_for_text_and_measurements_read_only_arrays(tmp_path: Path) -> None:
     words, numbers = Reader((4,), torch.int64, None), Reader((3,), torch.float32, None)
     path = Path("x.npy")
     assert torch.equal(words.array(np.array([[1, 2, 3, 255]], np.uint8), path), torch.tensor([[1, 2, 3, 255]]))
@@ -248,7 +248,7 @@ def test_networks_of_words_and_of_measurements_read_arrays_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("with_onnx", [False, True])
-def test_inputs_that_a_network_cannot_run_on_and_outputs_that_are_no_classes(with_onnx: bool, tmp_path: Path) -> None:
+def test_unusable_inputs_and_outputs_without_classes_are_refused(with_onnx: bool, tmp_path: Path) -> None:
     if with_onnx:
         pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
     module = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1)).eval()
@@ -262,7 +262,7 @@ def test_inputs_that_a_network_cannot_run_on_and_outputs_that_are_no_classes(wit
     assert "\n" not in str(caught.value)
 
 
-def test_torch_predicts_the_same_where_there_is_no_onnx(digits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnx_torch_predicts_the_same(digits, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, module, task = digits
     monkeypatch.setattr("fedprior.trained.compact.onnx.available", lambda: False)
     x = task.data.test_x[:20]
@@ -270,7 +270,7 @@ def test_torch_predicts_the_same_where_there_is_no_onnx(digits, monkeypatch: pyt
     assert isinstance(load_module(folder), nn.Module)
 
 
-def test_inputs_that_do_not_fit_are_refused_in_words(digits, tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_are_refused(digits, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     folder, _, _ = digits
     image.fromarray(np.zeros((56, 56), np.uint8)).save(tmp_path / "large.png")
@@ -338,7 +338,7 @@ def test_labelled_data_from_arrays_and_from_folders(digits, pixels, tmp_path: Pa
         read.labelled(tmp_path / "shares.npz")
 
 
-def test_targets_are_like_those_of_the_training(tmp_path: Path) -> None:
+def test_targets_have_the_kind_of_those_in_training(tmp_path: Path) -> None:
     read = Reader((2,), torch.float32, None)
     for like, y, found in (
         (torch.zeros(3, 1), np.array([[0.5], [1], [2]]), torch.tensor([[0.5], [1], [2]])),
@@ -357,7 +357,7 @@ def test_targets_are_like_those_of_the_training(tmp_path: Path) -> None:
             read.labelled(tmp_path / "data.npz", like)
 
 
-def test_an_export_may_go_to_the_empty_folder_one_is_in(
+def test_an_export_may_go_to_the_current_folder_if_it_is_empty(
     digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, module, task = digits
@@ -368,7 +368,7 @@ def test_an_export_may_go_to_the_empty_folder_one_is_in(
         export_module(module, task.data.test_x[:2], Path(), about={}, with_onnx=False)
 
 
-def test_a_damaged_description_is_one_line(digits, tmp_path: Path) -> None:
+def test_a_damaged_description_is_a_one_line_error(digits, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text('{"format": "fedprior-export-1"}')
     with pytest.raises(RunError, match=r"model\.json cannot be read: 'input_shape'"):
         describe(tmp_path)

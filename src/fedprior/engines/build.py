@@ -25,8 +25,6 @@ from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
 from fedprior.wire import Wire
 
-__all__ = ["Settings", "applied", "build", "check_run", "check_useful", "device_of"]
-
 
 def applied(settings: Settings, algorithm: Algorithm) -> Algorithm:
     """Apply settings to an algorithm: the precision of its messages, its statistics, its number of rounds."""

@@ -16,7 +16,7 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Gates, Params, Tree, clone, leaves, tree_map
 from fedprior.em import statistics
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.batches import Batches, given
+from fedprior.em.batch import Batches, given
 from fedprior.em.lifting import Lift, lifting
 from fedprior.em.statistics import Running
 from fedprior.priors import Prior
@@ -124,7 +124,7 @@ def e_step(
     upload = lift(lambda own: own.prior.commit)(local, packet, turn.key(Purpose.COMMIT))
     extra = lift(lambda own: own.correction.conclude)(start["weights"], local["weights"], packet, path)
     upload = lift(lambda own: own.answer)(upload, extra, packet)
-    gates = lift(lambda own: own.prior.expect)(local, packet).gates
+    gates = lift(lambda own: own.prior.inclusion)(local, packet)
     coded: Tree = {}
     if rounded and algorithm.wire.rounds:
         coded, heard = lift(lambda own: partial(_round, own))(upload, packet, turn.key(Purpose.ROUNDING))

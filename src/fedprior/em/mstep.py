@@ -10,7 +10,7 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree, clone
 from fedprior.core.weighting import mean
 from fedprior.em.algorithm import Algorithm
-from fedprior.em.client import gradient_of
+from fedprior.em.estep import gradient_of
 from fedprior.em.lifting import Lift, lifting
 from fedprior.priors import Assignment
 

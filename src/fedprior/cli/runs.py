@@ -5,23 +5,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedprior.cli.options import (
-    Board,
-    Budget,
+from fedprior.cli.arguments import (
+    Asked,
     Cohort,
     DataDir,
     Device,
-    MaxParameters,
     Precision,
     Rounds,
-    Seed,
-    Set,
-    Sparsity,
     all_settings,
-    asked_size,
+    given,
     names_in,
     pairs,
     seeds_in,
+    with_shared_options,
 )
 from fedprior.cli.terminal import bar, conclude, console, name_diverged
 from fedprior.core.errors import DivergedError, SettingError
@@ -32,88 +28,56 @@ if TYPE_CHECKING:
     from fedprior.runs.drive import Result
 
 
+@with_shared_options
 def run_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithm: Annotated[
         str | None,
         typer.Option(help="See `fedprior algorithms`; by default fedavg, or fednarrow if a size is given."),
     ] = None,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    clients_per_round: Cohort = None,
-    sparsity: Sparsity = None,
-    max_parameters: MaxParameters = None,
-    budget: Budget = None,
-    wire: Precision = None,
-    device: Device = "auto",
-    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/TASK-ALGORITHM-SEED if not given.")] = None,
     label: Annotated[str | None, typer.Option(help="A name for this setting of the algorithm.")] = None,
-    tensorboard: Board = None,
-    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+    *,
+    asked: Asked,
 ) -> None:
     """Train one algorithm on one task."""
     from fedprior.report import summary_table
     from fedprior.runs import start
 
-    size = asked_size(sparsity, max_parameters, budget)
-    if algorithm is None and (size or budget):
+    if algorithm is None and asked.sized:
         _say_narrow()
-    algorithm = algorithm or ("fednarrow" if size or budget else "fedavg")
-    folder = out or start.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{seed}")
-    result = _run(
-        task,
-        [algorithm],
-        rounds,
-        seed,
-        clients_per_round,
-        device,
-        [folder],
-        label,
-        [*all_settings(set_, data_dir, wire), *size],
-        tensorboard,
-        budget,
-    )
-    console.print(summary_table([r.summary for r in result]))
+    algorithm = algorithm or ("fednarrow" if asked.sized else "fedavg")
+    folder = out or start.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{asked.seed}")
+    results = _run(task, [algorithm], asked, [folder], label)
+    console.print(summary_table([r.summary for r in results]))
     console.print(f"{folder}", soft_wrap=True)
 
 
+@with_shared_options
 def compare_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`; or FILE.py:FUNCTION.")],
     algorithms: Annotated[
         str | None,
         typer.Option(help="Names separated by commas; by default fedavg,fedsparse or, with a size, fedavg,fednarrow."),
     ] = None,
-    rounds: Rounds = None,
-    seed: Seed = 0,
-    clients_per_round: Cohort = None,
-    sparsity: Sparsity = None,
-    max_parameters: MaxParameters = None,
-    budget: Budget = None,
-    wire: Precision = None,
-    device: Device = "auto",
-    data_dir: DataDir = None,
     out: Annotated[
         Path | None, typer.Option(help="The folder for the runs and the table; runs/compare-TASK if not given.")
     ] = None,
-    tensorboard: Board = None,
-    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+    *,
+    asked: Asked,
 ) -> None:
     """Train several algorithms on one task and print one table."""
     from fedprior.runs import start
 
-    size = asked_size(sparsity, max_parameters, budget)
-    if algorithms is None and (size or budget):
+    if algorithms is None and asked.sized:
         _say_narrow()
-    algorithms = algorithms if algorithms is not None else f"fedavg,{'fednarrow' if size or budget else 'fedsparse'}"
+    algorithms = algorithms if algorithms is not None else f"fedavg,{'fednarrow' if asked.sized else 'fedsparse'}"
     names = names_in(algorithms)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or start.unused_folder(Path("runs") / f"compare-{_short(task)}")
     _check_unused([folder])
-    folders = [folder / name for name in names]
-    settings = [*all_settings(set_, data_dir, wire), *size]
-    results = _run(task, names, rounds, seed, clients_per_round, device, folders, None, settings, tensorboard, budget)
+    results = _run(task, names, asked, [folder / name for name in names])
     conclude([r.summary for r in results], folder)
 
 
@@ -140,11 +104,9 @@ def sweep_command(
     from fedprior.runs.folder import RunFolder
 
     chosen = out or start.unused_folder(Path("runs") / f"sweep-{_short(task)}")
-    given = {"device": device, "rounds": rounds, "clients_per_round": clients_per_round}
-    options = {key: value for key, value in given.items() if value is not None}
+    options = given(device=device, rounds=rounds, clients_per_round=clients_per_round)
     specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
-    left = sweeps.unfinished(specs)
-    name_diverged(list(zip(left, sweeps.train(left, bar), strict=True)))
+    name_diverged(sweeps.train_missing(specs, bar))
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     if not summaries:
         raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
@@ -169,40 +131,27 @@ def resume_command(
     console.print(summary_table([result.summary]))
 
 
-def _run(
-    task: str,
-    names: list[str],
-    rounds: int | None,
-    seed: int,
-    clients_per_round: int | None,
-    device: str,
-    folders: list[Path],
-    label: str | None,
-    set_: list[str],
-    tensorboard: Path | None = None,
-    budget: str | None = None,
-) -> "list[Result]":
+def _run(task: str, names: list[str], asked: Asked, folders: list[Path], label: str | None = None) -> "list[Result]":
     """Check everything first, then train one after another."""
     from fedprior.report.progress import RunProgress
     from fedprior.report.tensorboard import TensorBoard
     from fedprior.runs import start
     from fedprior.runs.asked import assemble, sort_settings
 
-    for_run, for_task, own = sort_settings(pairs(set_), task, names)
-    options = {"seed": seed, "device": device, "rounds": rounds, "clients_per_round": clients_per_round}
-    given = {**{key: value for key, value in options.items() if value is not None}, **for_run}
+    for_run, for_task, own = sort_settings(asked.settings, task, names)
+    run = {**asked.run, **for_run}
     _check_unused(folders)
-    first = assemble(task, names[0], given, for_task, own[names[0]])
-    if budget is not None:
-        _stay_within(budget, first, own)
-    chosen = [assemble(first.task, name, given, algorithm_settings=own[name]).algorithm for name in names]
+    first = assemble(task, names[0], run, for_task, own[names[0]])
+    if asked.budget is not None:
+        _stay_within(asked.budget, first, own)
+    chosen = [assemble(first.task, name, run, algorithm_settings=own[name]).algorithm for name in names]
     settings, results = first.settings, []
     for one, folder in zip(chosen, folders, strict=True):
-        board_folder = tensorboard / folder.name if tensorboard else None
+        board_folder = asked.tensorboard / folder.name if asked.tensorboard else None
         with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
             progress.also = board
             progress.opening = f"{one.name}: {one.steps}, batches of {settings.batch_size}"
-            results.append(start.run(first.task, one, out=folder, label=label, progress=progress, **given))
+            results.append(start.run(first.task, one, out=folder, label=label, progress=progress, **run))
     return results
 
 
