@@ -38,7 +38,7 @@ def client_gates(prior: SpikeSlab, server: Tree) -> Tree:
     """π of a client that has just started."""
     packet = prior.broadcast(server, keys.key(0))
     local = prior.adopt(packet, keys.key(0), lambda params: torch.zeros(()))
-    return prior.expect(local, prior.receive(packet)).gates
+    return prior.inclusion(local, prior.receive(packet))
 
 
 def test_lost_columns_change_no_probability_at_either_end() -> None:

@@ -31,8 +31,11 @@ def network(w: dict[str, Tensor], x: Tensor) -> Tensor:
 class Twin:
     """The server and its clients, unit by unit or weight by weight."""
 
-    def __init__(self, task, server: str, by_unit: bool, follow: bool) -> None:
+    def __init__(self, task, server: str, by_unit: bool, follow: bool, relaxation: str) -> None:
         self.data, self.by_unit, self.follow = task.data, by_unit, follow
+        # Louizos et al. (2018), eq. 12: with a location log α, P(z > 0) = σ(log α − β log(−γ / ζ)).
+        self.active = -(2 / 3) * math.log(0.1 / 1.1)
+        self.location = 0.0 if relaxation == "location" else -self.active
         # Such that units, or weights, go in several rounds.
         self.lambda0, self.local_lr, self.server_lr = (1e-4, 3e-3, 1e-2) if by_unit else (1e-4, 1e-3, 3e-2)
         self.w = {name: p.detach().clone() for name, p in task.network.module.named_parameters()}
@@ -79,13 +82,13 @@ class Twin:
             z, penalty = {}, torch.zeros((), dtype=torch.float64)
             for group, names in self.groups.items():
                 logit = (self.norms(w, group) - F.softplus(v[group])) / T
-                s = torch.sigmoid((u[group].logit() + logit) / (2 / 3))
+                location, prior = logit + self.location, theta_logit[group] + self.location
+                pi = torch.sigmoid(location + self.active) * ~self.gone[group]
+                s = torch.sigmoid((u[group].logit() + location) / (2 / 3))
                 z[group] = (s * 1.2 - 0.1).clamp(0, 1) * ~self.gone[group]
-                pi = torch.sigmoid(logit - (2 / 3) * math.log(0.1 / 1.1)) * ~self.gone[group]
-                active = theta_logit[group] - (2 / 3) * math.log(0.1 / 1.1)
                 size = sum(w[name].numel() for name in names) // v[group].numel() if self.by_unit else 1
                 # L0, and z log θ + (1 − z) log(1 − θ) up to a constant
-                penalty = penalty + (self.lambda0 * size * pi - KAPPA * pi * active).sum()
+                penalty = penalty + (self.lambda0 * size * pi - KAPPA * pi * (prior + self.active)).sum()
             loss = F.cross_entropy(network(self.gated(w, z), batch.x), batch.y) + penalty
             sgd.zero_grad()
             adamax.zero_grad()
@@ -154,16 +157,19 @@ def _where(columns: Tensor, before: dict[str, Tensor], after: dict[str, Tensor],
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-@pytest.mark.parametrize("thresholds", ["stay", "follow"])
+@pytest.mark.parametrize(
+    ("thresholds", "relaxation"), [("stay", "probability"), ("follow", "probability"), ("stay", "location")]
+)
 @pytest.mark.parametrize(("by_unit", "server"), [(True, "mean"), (True, "adam"), (False, "adam")])
-def test_fedsparse_equals_the_papers_two_algorithms(small_task, by_unit, server, thresholds, mode):
+def test_fedsparse_equals_the_papers_two_algorithms(small_task, by_unit, server, thresholds, relaxation, mode):
     task = small_task(dtype=torch.float64)
-    twin = Twin(task, server, by_unit, thresholds == "follow")
+    twin = Twin(task, server, by_unit, thresholds == "follow", relaxation)
     algorithm = fedprior.algorithm(
         "fedsparse" if by_unit else "fedsparse-unstructured",
         task.network,
         lambda0=twin.lambda0,
         thresholds=thresholds,
+        relaxation=relaxation,
         server_optimiser="Adam(lr=0.001)" if server == "adam" else "SGD(lr=1.0)",
         local_threshold_optimiser=f"Adamax(lr={twin.local_lr})",
         server_threshold_optimiser=f"Adamax(lr={twin.server_lr})",

@@ -118,7 +118,7 @@ def spike_slab(
     dense_rounds: options.DenseRounds = 0,
     prune_server: options.PruneServer = True,
     thresholds: options.Thresholds = "stay",
-    draws: options.Draws = "batch",
+    relaxation: options.Relaxation = "probability",
     gate_output: options.GateOutput = False,
     linear_gates: options.LinearGates = "outputs",
     ungated: options.Ungated = (),
@@ -141,7 +141,7 @@ def spike_slab(
         dense_rounds=dense_rounds,
         prune_server=prune_server,
         thresholds=thresholds,
-        draws=draws,
+        relaxation=relaxation,
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None

@@ -128,12 +128,11 @@ PruneServer = Annotated[bool, About("whether the server prunes its own model")]
 Thresholds = Annotated[
     str, About("whether thresholds `stay` or `follow` when the server's step moves the weights", idle=_solved)
 ]
-Draws = Annotated[
+Relaxation = Annotated[
     str,
     About(
-        "whether a client draws its gates once for a `batch` or for each `example` in it",
-        ("batch", "example"),
-        idle=_not_of_weights,
+        "whether a gate's logit is that of its relaxation's `probability` to be above zero, or its `location`",
+        ("probability", "location"),
     ),
 ]
 LocalThresholdOptimiser = Annotated[Optimiser, About("the clients' optimiser of thresholds")]

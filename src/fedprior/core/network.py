@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fedprior.core import batch_norm
 from fedprior.core.batch_norm import COUNT, MEAN, VARIANCE, Norm
 from fedprior.core.dropout import KeyedDropout
-from fedprior.core.factors import NONE, Factors, multiplied
 from fedprior.core.operations import batched, operation
 from fedprior.core.trees import Params
 
@@ -119,17 +118,15 @@ class Network:
         """Whether a prediction with these parameters depends on the other examples of its batch."""
         return bool(self.norms) and self.norms[0].name + MEAN not in params
 
-    def training_loss(
-        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor, factors: Factors = NONE
-    ) -> Tensor:
+    def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
         """The mean loss of a batch. Examples of weight zero are padding."""
-        return _mean(self._training_losses(params, x, y, weight, key, factors)[0], weight)
+        return _mean(self._training_losses(params, x, y, weight, key)[0], weight)
 
     def training_with_statistics(
-        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor, factors: Factors = NONE
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, Params]:
         """The same, and the batch's statistics with unbiased variances, as in running averages."""
-        losses, norm = self._training_losses(params, x, y, weight, key, factors)
+        losses, norm = self._training_losses(params, x, y, weight, key)
         return _mean(losses, weight), self._found(norm, unbiased=True)
 
     def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
@@ -137,17 +134,13 @@ class Network:
         return self._training_losses(params, x, y, None, key)[0]
 
     def _training_losses(
-        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor, factors: Factors = NONE
+        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, batch_norm.BatchNorm]:
         with _mode(self.module, training=True):
             for norm in self._modules():  # in training mode each would count its batches in a buffer
                 norm.eval()
             # Both modes are always on, because `forward` may call either function directly. They cost very little.
-            with (
-                KeyedDropout(key),
-                batch_norm.BatchNorm(self._names(), weight) as mode,
-                multiplied(self.module, factors),
-            ):
+            with KeyedDropout(key), batch_norm.BatchNorm(self._names(), weight) as mode:
                 outputs = self._run(params, x)
         return self.losses(outputs, y), mode
 

@@ -59,8 +59,7 @@ def local_objective(
     ) -> tuple[Tensor, tuple[Tensor, Params]]:
         expected = prior.expect(local, packet)
         params = prior.relax(expected, packet, draws[0])
-        factors = prior.factors(expected, packet, draws[0], len(batch["y"]))
-        examples = batch["x"], batch["y"], batch.get("weight"), draws[1], factors
+        examples = batch["x"], batch["y"], batch.get("weight"), draws[1]
         if running:
             loss, found = network.training_with_statistics(params, *examples)
         else:

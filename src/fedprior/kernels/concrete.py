@@ -15,27 +15,26 @@ BLOCK = 256
 
 
 class Edges(NamedTuple):
-    """The logit of a gate whose v lies below `edge`, which is open, and of one that the server has closed; and how far
-    `beyond` its logit the probability of a gate is taken."""
+    """The logit of a gate whose v lies below `edge`, which is open, and of one that the server has closed."""
 
     edge: float
     opened: float
     closed: float
-    beyond: float
 
 
 class Stretch(NamedTuple):
-    """The hard-concrete distribution's temperature and interval."""
+    """The hard-concrete distribution's temperature and interval, and the shift that makes P(z > 0) = π."""
 
     beta: float
     low: float
     high: float
+    shift: float
 
 
 def logits_and_gates(
     norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, edges: Edges
 ) -> tuple[Tensor, Tensor]:
-    """(‖w_g‖ − softplus(v)) / T of every gate and the sigmoid beyond it; differentiable in v."""
+    """(‖w_g‖ − softplus(v)) / T of every gate and its sigmoid; differentiable in v."""
     each = temperature if isinstance(temperature, Tensor) else None
     number = 0.0 if isinstance(temperature, Tensor) else float(temperature)
     lifted = (None if t is None else t.unsqueeze(0) for t in (is_open, each))
@@ -129,7 +128,7 @@ class Concrete(Batched):
         out = torch.empty_like(logits)
         with target(logits):
             concrete_kernel[_grid(logits)](
-                logits, keys, out, logits.shape[1],
+                logits, keys, out, logits.shape[1], stretch.shift,
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out
@@ -155,7 +154,7 @@ class ConcreteGradient(_Gradient):
         out = torch.empty_like(logits)
         with target(logits):
             concrete_backward_kernel[_grid(logits)](
-                grad, logits, keys, out, logits.shape[1],
+                grad, logits, keys, out, logits.shape[1], stretch.shift,
                 BETA=stretch.beta, LOW=stretch.low, HIGH=stretch.high, BLOCK=BLOCK,
             )  # fmt: skip
         return out

@@ -71,11 +71,10 @@ def scale_backward_kernel(
 
 @triton.jit
 def logit_kernel(
-    norms, v, is_open, temperature, number, logits, gates, count, edge, opened, closed, beyond,
+    norms, v, is_open, temperature, number, logits, gates, count, edge, opened, closed,
     EACH: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(‖w_g‖ − softplus(v)) / T and the sigmoid `beyond` it; v below the edge has no threshold, a closed gate stays
-    closed."""
+    """(‖w_g‖ − softplus(v)) / T and its sigmoid; v below the edge has no threshold, a closed gate stays closed."""
     row, i = lanes(count, BLOCK)
     inside = i < count
     at = row * count + i
@@ -92,7 +91,7 @@ def logit_kernel(
     if MASK:
         logit = tl.where(tl.load(is_open + at, mask=inside, other=0) != 0, logit, closed)
     tl.store(logits + at, logit, mask=inside)
-    tl.store(gates + at, tl.sigmoid(logit + beyond), mask=inside)
+    tl.store(gates + at, tl.sigmoid(logit), mask=inside)
 
 
 @triton.jit
@@ -118,32 +117,32 @@ def logit_backward_kernel(
 
 
 @triton.jit
-def _stretched(logits, keys, row, i, count, BETA: tl.constexpr):
+def _stretched(logits, keys, row, i, count, shift, BETA: tl.constexpr):
     """A concrete draw between 0 and 1, before it is stretched."""
     u = draw(keys, row, i)
     logit = tl.load(logits + row * count + i, mask=i < count, other=0.0)
-    return tl.sigmoid((tl.log(u / (1.0 - u)) + logit) / BETA)
+    return tl.sigmoid((tl.log(u / (1.0 - u)) + logit) / BETA + shift)
 
 
 @triton.jit
 def concrete_kernel(
-    logits, keys, out, count, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr
+    logits, keys, out, count, shift, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A hard-concrete draw from each gate's logit, one key per row."""
     row, i = lanes(count, BLOCK)
-    value = _stretched(logits, keys, row, i, count, BETA) * (HIGH - LOW) + LOW
+    value = _stretched(logits, keys, row, i, count, shift, BETA) * (HIGH - LOW) + LOW
     value = tl.where(value < 0.0, 0.0, tl.where(value > 1.0, 1.0, value))
     tl.store(out + row * count + i, value, mask=i < count)
 
 
 @triton.jit
 def concrete_backward_kernel(
-    grad, logits, keys, out, count, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    grad, logits, keys, out, count, shift, BETA: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The logit's gradient, with the same draw."""
     row, i = lanes(count, BLOCK)
-    s = _stretched(logits, keys, row, i, count, BETA)
+    s = _stretched(logits, keys, row, i, count, shift, BETA)
     value = s * (HIGH - LOW) + LOW
     g = tl.load(grad + row * count + i, mask=i < count, other=0.0)
     slope = g * ((HIGH - LOW) / BETA) * s * (1.0 - s)

@@ -18,7 +18,7 @@ from fedprior.units import rows
 
 TRITON = ("batch", "conv", "draw", "gate", "norm", "pool")
 """The `*_kernels.py` there are: Triton code, which only a machine with Triton can import."""
-STRETCH = concrete.Stretch(thresholds.BETA, thresholds.GAMMA, thresholds.ZETA)
+STRETCH = concrete.Stretch(thresholds.BETA, thresholds.GAMMA, thresholds.ZETA, thresholds.SHIFT)
 
 
 def register() -> None:
@@ -41,7 +41,7 @@ def register_for(takes: Callable[[Tensor], bool], **routing: Any) -> None:
     keys.dropout.register(draws.dropout, lambda x, key, rate: takes(key) and x.dtype == torch.float32)
     rows.row_norms.register(gates.norms, lambda weights: single(weights[0]))
     rows.scale_rows.register(gates.scale, lambda layers, z, tensors: single(z))
-    thresholds.logits_and_gates.register(logits_and_gates, lambda norms, v, *_, **__: single(v))
+    thresholds.logits_and_gates.register(logits_and_gates, lambda norms, v, *_, dense: single(v))
     thresholds.draw_gates.register(draw_gates, lambda logits, key: single(logits))
     core_batch_norm.normalise.register(batch_norm.normalise, lambda x, *given: single(x) and batch_norm.fits(x, *given))
     network.class_losses.register(class_losses, lambda outputs, y: single(outputs) and _are_classes(outputs, y))
@@ -49,10 +49,10 @@ def register_for(takes: Callable[[Tensor], bool], **routing: Any) -> None:
 
 
 def logits_and_gates(
-    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool, beyond: float = 0.0
+    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool
 ) -> tuple[Tensor, Tensor]:
     """`thresholds.logits_and_gates`."""
-    edges = concrete.Edges(thresholds.EDGE if dense else -math.inf, thresholds.OPEN, thresholds.CLOSED, beyond)
+    edges = concrete.Edges(thresholds.EDGE if dense else -math.inf, thresholds.OPEN, thresholds.CLOSED)
     return concrete.logits_and_gates(norms, v, is_open, temperature, edges)
 
 

@@ -15,9 +15,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fedprior.core import factors
 from fedprior.core.errors import SettingError
-from fedprior.core.factors import Factors
 from fedprior.core.trees import Gates, Params, Tree, count
 from fedprior.wire import Layout, Section
 
@@ -161,10 +159,6 @@ class Prior:
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
         """A differentiable draw from q, for the network to run with."""
         return expected.weights
-
-    def factors(self, expected: Assignment, packet: Tree, key: Tensor, examples: int) -> Factors:
-        """What else is drawn from q, with the same key: factors of the network's channels, for each example others."""
-        return factors.NONE
 
     smooth: bool = True
     """False if `log_prob` has a term that is not differentiable, for which `prox` takes the step."""

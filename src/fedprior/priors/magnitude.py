@@ -72,13 +72,11 @@ class MagnitudeGates(LocalGates):
             return state.known.logits
         return self._logits(state, self.gating.join(state["gates"]) > 0 if "gates" in state else None, norms)[0]
 
-    def _logits(
-        self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None, beyond: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of all gates and, at `beyond` more, their probabilities."""
+    def _logits(self, state: Tree, is_open: Tensor | None, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits and probabilities of all gates."""
         norms = self.norms(state["weights"], state) if norms is None else norms
         v = self.gating.join(state["thresholds"])
-        return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0, beyond=beyond)
+        return logits_and_gates(norms, v, is_open, self.temperature, dense=self.dense_rounds > 0)
 
     def norms(self, weights: Params, state: Tree) -> Tensor:
         """‖w_g‖ of all groups. Columns that read a pruned unit are gone, but their share of the norm, now constant,

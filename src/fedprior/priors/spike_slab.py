@@ -7,10 +7,12 @@ The server owns w and v. A client optimises its own w_s and v_s, starting at the
 
     loss(w_s ⊙ z) + λ/2 Σ_j π_j (w_sj − w_j)² + λ₀ Σ_j π_j − κ Σ_g (π_g log θ_g + (1 − π_g) log(1 − θ_g))
 
-where z is the hard-concrete relaxation of Bern(σ(ℓ)), ℓ = (‖w_sg‖ − τ_sg) / T, and π and θ in this objective are
-probabilities P(z > 0) of the relaxed gates, the client's and the server's: σ(ℓ + β log(−ζ/γ)). What is sent, and the
-server's own θ, are of its limit at temperature zero. The norms are detached: thresholds decide, and weights do not
-shrink to close a gate. j runs over parameters and g over gates.
+with z from the hard-concrete relaxation of Bern(π). The norms in θ and π are detached: thresholds decide, and weights
+do not shrink to close a gate. j runs over parameters and g over gates.
+
+The paper can be read in two ways, `relaxation`. Either P(z > 0) = π also for the relaxed gate, or (‖w‖ − τ) / T is the
+location of its distribution. Then P(z > 0) is larger than π, and it is what the objective sees of both sides' gates;
+what is sent, and Algorithm 1, are of the limit at temperature zero, which is Bern(π). docs/search.md compares the two.
 """
 
 from collections.abc import Mapping
@@ -20,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprior.core.factors import NONE, Factors
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Assignment, Explain, Term
@@ -44,8 +45,8 @@ class SpikeSlab(MagnitudeGates):
     """λ: the pull of an active weight towards the server's."""
     cross_entropy: float = 1e-4
     """κ: how strongly the server's gates pull a client's; the paper scales this term down."""
-    draws: str = "batch"
-    """Whether a client draws its gates once for a `batch`, or for each `example` in it."""
+    relaxation: str = "probability"
+    """Whether (‖w‖ − τ) / T is the logit of the relaxed gate's `probability` to be above zero, or its `location`."""
     scalars = ("lambda0", "precision", "cross_entropy", "temperature")
 
     # ------------------------------------------------------------------ the density
@@ -67,7 +68,8 @@ class SpikeSlab(MagnitudeGates):
 
         What a client expects of relaxed gates is compared with what is to be expected of the server's, relaxed as well.
         """
-        logits = self.joint_logits(server) + (ACTIVE if assignment.joint else 0.0)
+        logits = self.joint_logits(server)
+        logits = self._relaxed(logits) if assignment.joint else logits
         return (self._joint_gates(assignment) * logits - F.softplus(logits)).sum()
 
     def _joint_gates(self, assignment: Assignment) -> Tensor:
@@ -118,39 +120,36 @@ class SpikeSlab(MagnitudeGates):
 
     def receive(self, packet: Tree) -> Received:
         logits = self.joint_logits(packet)
-        active = logits + ACTIVE
-        price = self.cross_entropy * active - self.lambda0 * self.gating.joint_sizes(logits)
-        constant = self.cross_entropy * F.softplus(active).sum()
+        relaxed = self._relaxed(logits)
+        price = self.cross_entropy * relaxed - self.lambda0 * self.gating.joint_sizes(logits)
+        constant = self.cross_entropy * F.softplus(relaxed).sum()
         is_open = self.gating.join(packet["gates"]) > 0
         silent = (self._silent(packet),) if "silent" in packet else ()
         return Received(packet, Known(logits, is_open, price, constant, silent))
 
-    def _posterior(self, local: Tree, packet: Tree, beyond: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Logits of a client's gates and, at `beyond` more, their probabilities."""
+    def _posterior(self, local: Tree, packet: Tree) -> tuple[Tensor, Tensor]:
+        """Logits and probabilities of a client's gates."""
         is_open = packet.known.is_open if isinstance(packet, Received) else self.gating.join(packet["gates"]) > 0
-        return self._logits(local, is_open, self.norms(local["weights"], packet), beyond)
+        return self._logits(local, is_open, self.norms(local["weights"], packet))
+
+    def _relaxed(self, logits: Tensor) -> Tensor:
+        """The logits of P(z > 0) of the relaxed gates."""
+        return logits + ACTIVE if self.relaxation == "location" else logits
 
     def inclusion(self, local: Tree, packet: Tree) -> Gates:
         return self.gating.part(self._posterior(local, packet)[1])
 
     def expect(self, local: Tree, packet: Tree) -> Assignment:
         """w_s, and the probabilities P(z > 0) of the relaxed gates."""
-        logits, active = self._posterior(local, packet, ACTIVE)
-        return Assignment(local["weights"], self.gating.part(active), {"logits": logits, "gates": active})
+        logits, gates = self._posterior(local, packet)
+        if self.relaxation == "location":
+            logits = self._relaxed(logits)
+            gates = logits.sigmoid()
+        return Assignment(local["weights"], self.gating.part(gates), {"logits": logits, "gates": gates})
 
     def relax(self, expected: Assignment, packet: Tree, key: Tensor) -> Params:
-        """w_s ⊙ z, where z is hard concrete with the gates' logits as location."""
-        if self.draws == "example":
-            return expected.weights
+        """w_s ⊙ z, where z is hard concrete with P(z > 0) as expected."""
         return self.gating.scale(expected.weights, draw_gates(expected.joint["logits"], key))
-
-    def factors(self, expected: Assignment, packet: Tree, key: Tensor, examples: int) -> Factors:
-        """The same z, drawn for each example: as many estimates of the gates' gradient as a batch has examples."""
-        if self.draws == "batch":
-            return NONE
-        logits = expected.joint["logits"]
-        drawn = draw_gates(logits.expand(examples, -1).reshape(-1), key)
-        return self.gating.factors(drawn.reshape(examples, -1))
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         """Draw z ~ Bern(π), the relaxation at temperature zero; keep the part of w_s that z leaves."""
@@ -164,10 +163,11 @@ class SpikeSlab(MagnitudeGates):
     def cautions(self, rounds: int) -> list[str]:
         """Warn about groups at the watershed, where chance decides.
 
-        A gate is pushed shut while n_g λ₀ > κ logit P(z > 0) of the server's relaxed gate. It starts at the same value
-        everywhere, so groups slightly above that run away, and those slightly below stay open.
+        A gate is pushed shut while n_g λ₀ > κ logit θ_g, of relaxed gates. θ starts at the same value everywhere, so
+        groups slightly above that run away, and those slightly below stay open.
         """
-        edge, sizes = self.cross_entropy * (self._start + ACTIVE), self.gating.sizes()
+        start = self._start + (ACTIVE if self.relaxation == "location" else 0.0)
+        edge, sizes = self.cross_entropy * start, self.gating.sizes()
         near = {layer: n for layer, n in sizes.items() if abs(n * self.lambda0 - edge) < NEAR * edge}
         if not near:
             return []
@@ -175,7 +175,7 @@ class SpikeSlab(MagnitudeGates):
         layers = ", ".join(list(near)[:4]) + (f" and {len(near) - 4} more" if len(near) > 4 else "")
         first = next(iter(near.values())) * self.lambda0
         return [
-            f"λ₀ = {self.lambda0:g} is at the watershed of {layers}: n λ₀ = {first:.1e} is within 20% of "
-            f"κ logit P(z > 0) = {edge:.1e}, so small changes decide whether these gates close; take lambda0 below {low:.1e} or above "
+            f"λ₀ = {self.lambda0:g} is at the watershed of {layers}: n λ₀ = {first:.1e} is within 20% of κ logit θ = "
+            f"{edge:.1e}, so small changes decide whether these gates close; take lambda0 below {low:.1e} or above "
             f"{high:.1e}"
         ]

@@ -14,8 +14,10 @@ from fedprior.core.operations import operation
 
 # The hard-concrete distribution of Louizos, Welling and Kingma (2018): stretch (γ, ζ) and temperature β.
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
-ACTIVE = BETA * math.log(-ZETA / GAMMA)
-"""How much larger the logit of P(z > 0) is than that of the gate, whose draws at temperature zero are Bernoulli's."""
+SHIFT = math.log(-GAMMA / ZETA)
+"""The shift of the location that makes P(z > 0) = π."""
+ACTIVE = -BETA * SHIFT
+"""Without that shift, how much larger the logit of P(z > 0) is."""
 SMALLEST = 1e-8
 """The smallest threshold."""
 CLOSED = -1e9
@@ -28,15 +30,14 @@ EDGE = NO_THRESHOLD / 2
 
 @operation
 def logits_and_gates(
-    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool, beyond: float = 0.0
+    norms: Tensor, v: Tensor, is_open: Tensor | None, temperature: Tensor | float, *, dense: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits and, at `beyond` more, probabilities. Gates that are not open are closed for good. With `dense`, some lack
-    a threshold."""
+    """Logits and probabilities. Gates that are not open are closed for good. With `dense`, some lack a threshold."""
     logits = (norms - F.softplus(v)) / temperature
     if dense:
         logits = torch.where(without_threshold(v), OPEN, logits)
     logits = logits if is_open is None else torch.where(is_open, logits, CLOSED)
-    return logits, (logits + beyond).sigmoid()
+    return logits, logits.sigmoid()
 
 
 def without_threshold(v: Tensor) -> Tensor:
@@ -56,8 +57,9 @@ def inverse_softplus(tau: Tensor) -> Tensor:
 
 
 def hard_concrete(logit: Tensor, u: Tensor) -> Tensor:
-    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit + ACTIVE); differentiable in the logit."""
-    s = ((u.logit() + logit) / BETA).sigmoid()
+    """A draw in [0, 1] from uniform u, with P(z > 0) = σ(logit); differentiable in the logit."""
+    noise = u.logit() / BETA + SHIFT
+    s = torch.add(noise, logit, alpha=1 / BETA).sigmoid()
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fedprior.core.errors import SettingError
-from fedprior.core.factors import Factors
 from fedprior.core.trees import Gates, Params
 from fedprior.units.positions import lasting
 
@@ -92,10 +91,6 @@ class Gating(ABC):
     def scale(self, params: Params, joint: Tensor) -> Params:
         """The same, with all gates in one vector."""
         return self.apply(params, self.part(joint))
-
-    def factors(self, joint: Tensor) -> Factors:
-        """What modules' channels are multiplied by if each example has gates of its own, a row of `joint` each."""
-        raise NotImplementedError("a gate on a single weight is no factor of a channel")
 
     @abstractmethod
     def mask(self, gates: Gates) -> Params:

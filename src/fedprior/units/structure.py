@@ -1,6 +1,6 @@
 """What tracing finds in a network: its gated layers, and the weights that read them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,6 @@ class Layer:
     """`conv` or `linear`."""
     axis: int = 0
     """0 if gates are on the layer's outputs, 1 if they are on its inputs."""
-    scaled: tuple[str, ...] = field(default=(), repr=False)
-    """The modules whose outputs (or inputs) have a unit's gate as a factor: the layer, and a norm behind it."""
 
 
 @dataclass(frozen=True)

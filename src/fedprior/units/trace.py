@@ -62,7 +62,7 @@ def _by_inputs(found: "Edges", model: nn.Module, gate_output: bool, ungated: fro
     for name in found.linear:
         if name not in excluded:
             inputs = model.get_parameter(f"{name}.weight").shape[1]
-            layers.append(Layer(name, inputs, (f"{name}.weight",), "linear", axis=1, scaled=(name,)))
+            layers.append(Layer(name, inputs, (f"{name}.weight",), "linear", axis=1))
     return tuple(layers)
 
 

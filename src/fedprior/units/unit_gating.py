@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from fedprior.core.factors import Factor, Factors
 from fedprior.core.trees import Gates, Params
 from fedprior.units.gating import Gating
 from fedprior.units.positions import Positions
@@ -115,15 +114,6 @@ class UnitGating(Gating):
     def apply(self, params: Params, gates: Gates) -> Params:
         rows = self.rows(gates)
         return {name: value * rows[name] if name in rows else value for name, value in params.items()}
-
-    def factors(self, joint: Tensor) -> Factors:
-        layers = self.structure.layers
-        pieces = joint.split([layer.size for layer in layers], -1)
-        return {
-            name: Factor(piece, 1 if layer.kind == "conv" else -1, on_inputs=layer.axis == 1)
-            for layer, piece in zip(layers, pieces, strict=True)
-            for name in layer.scaled
-        }
 
     def mask(self, gates: Gates) -> Params:
         masks = self.rows(gates)

@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 from fedprior.core.errors import ModelError
 from fedprior.units.structure import Layer, Reader
 from fedprior.units.torch_operations import (
-    BATCH_NORMS,
     CONVOLUTIONS,
     FLATTENS,
     INSTANCE_NORMS,
@@ -134,7 +133,7 @@ class Walk:
                     f"{what} shares {parameter!r} with other code or computes it from other parameters; "
                     f"give it its own parameter, or leave it without gates (ungated={name})"
                 )
-        self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind, scaled=(name,))
+        self.layers[name] = Layer(name, module.weight.shape[0], tuple(owned), kind)
         return Edge(frozenset([name]), axis)
 
     def _norm(self, node: fx.Node, name: str, module: nn.Module, edge: Edge) -> Edge:
@@ -155,9 +154,7 @@ class Walk:
         layer = self.layers[source]
         if any(getattr(module, part.rsplit(".", 1)[1]).shape[0] != layer.size for part in affine):
             return self._unknown(f"{what}, which does not have one scale per channel,", [edge])
-        # A batch norm takes the filter's scale away again, so that the gate acts through scale and shift alone.
-        scaled = (name,) if isinstance(module, BATCH_NORMS) else (*layer.scaled, name)
-        self.layers[source] = replace(layer, parameters=(*layer.parameters, *affine), scaled=scaled)
+        self.layers[source] = replace(layer, parameters=(*layer.parameters, *affine))
         return edge
 
     def _function(self, node: fx.Node, inputs: list[Edge]) -> Edge:
