@@ -202,8 +202,8 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         (("--budget", "much"), "number of bytes"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fednarrow"),
         (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many close"),
-        (("--algorithm", "fedsparse", "--budget", "1MB"), "take fednarrow"),
-        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "take fednarrow"),
+        (("--algorithm", "fedsparse", "--budget", "1MB"), "use fednarrow"),
+        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "use fednarrow"),
     ):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2
@@ -425,7 +425,10 @@ BAD = {
     "set: second algorithm": (("compare", "tiny", "--set", "lambda0=-1"), "lambda0 must be at least 0"),
     "empty client": (("run", "empty-client"), "client 1 has no training examples"),
     "one example": (("run", "one-example"), "client 1 has only 1 training example"),
-    "label out of range": (("run", "label-range"), "client 1 has the training label 2, but labels run from 0 to 1"),
+    "label out of range": (
+        ("run", "label-range"),
+        "client 1 has the training label 2, but labels must lie between 0 and 1",
+    ),
     "batch norm": (("run", "batch-norm"), "Set track_running_stats=True"),
     "resume nothing": (("resume", "nowhere"), "nowhere is not a run: it has no config.toml"),
     "no command": (("dance",), "dance"),

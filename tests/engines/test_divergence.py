@@ -240,7 +240,7 @@ def test_each_attack_does_what_its_name_says(attack: str, sent: list[float]) -> 
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-def test_an_attacker_that_flips_its_step_enters_the_mean_so(small_task, mode: str) -> None:
+def test_one_attackers_flipped_step_enters_the_mean(small_task, mode: str) -> None:
     """FedAvg over all clients: the attacker's step counts minus ten times, the others' once."""
 
     def server(attack: str) -> tuple[dict[str, Tensor], Tensor]:

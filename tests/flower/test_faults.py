@@ -150,7 +150,7 @@ def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path
     HardEM(Server.new(job, RUN), quick, records.append).start(grid)
     for record in records:
         assert len(record["clients"]) == 3
-        assert [fault["what"] for fault in record["faults"]] == ["a second reply to one message"] * 3
+        assert [fault["what"] for fault in record["faults"]] == ["a second reply to the same message"] * 3
     strategy = HardEM(Server.new(job, RUN), quick)
     strategy.meet(grid, 6)
     strategy.configure_train(1, ArrayRecord(), None, grid)
@@ -158,7 +158,7 @@ def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path
     stray = Message(RecordDict(), 1000, "train")
     strategy.aggregate_train(1, [stray])
     assert strategy.good == {}
-    assert "nobody asked for" in strategy.turn.faults[0]["what"]
+    assert "not requested" in strategy.turn.faults[0]["what"]
 
 
 def test_a_reply_that_flower_cannot_unpack_does_not_end_the_run(make_job, quick, tmp_path):

@@ -142,7 +142,7 @@ class Settings:
     arithmetic: Annotated[
         str,
         About(
-            "how a GPU multiplies: `tf32`, convolutions and products of matrices on its tensor cores with 10 bits of "
+            "how a GPU multiplies: `tf32`, convolutions and matrix products on its tensor cores with 10 bits of "
             "mantissa, sums in single precision, or `float32`, single precision throughout; nothing changes on a CPU "
             "or in double precision",
             ("tf32", "float32"),
@@ -163,8 +163,8 @@ class Settings:
     wire: Annotated[
         str,
         About(
-            "precision of messages: `float32`, `float16`, `bfloat16`, `int8`, `int4`, or `DOWN/UP` as in `int8/int4`: "
-            "[wire.md](wire.md#precision)"
+            "precision of messages: `float32`, `float16`, `bfloat16`, `int8`, `int4`, or `DOWN/UP` such as "
+            "`int8/int4`: [wire.md](wire.md#precision)"
         ),
     ] = "float32"
     entropy: Annotated[
@@ -202,8 +202,8 @@ class Settings:
     statistics: Annotated[
         str,
         About(
-            "of a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
-            "client, `batch`: there are none but those of the batch at hand: [batchnorm.md](batchnorm.md)",
+            "for a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
+            "client; `batch`: only the current batch's are used: [batchnorm.md](batchnorm.md)",
             ("shared", "local", "batch"),
             idle=_without_norms,
         ),

@@ -139,7 +139,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     devices = ", ".join(sorted({str(run.summary["device"]) for run in runs if run.summary and "device" in run.summary}))
     clients = {len(run.partition.train) for run in runs if run.partition}
     of = f" of {span(clients)}" if clients else ""
-    cohort = f"{span(cohorts)}{of} clients a round" if cohorts else ""
+    cohort = f"{span(cohorts)}{of} clients per round" if cohorts else ""
     parts = [counted(rounds, "round"), cohort, f"seed {span(run.seed for run in runs)}", devices]
     return " · ".join(part for part in parts if part)
 
@@ -149,7 +149,7 @@ def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
     lines = [f"{b.path}: {b.reason}" for b in broken]
     for run in runs:
         if not run.finished:
-            why = run.trouble or "still running, or stopped (fedprior resume goes on)"
+            why = run.trouble or "still running, or stopped (fedprior resume continues it)"
             lines.append(f"{run.path}: round {len(run.rounds)} of {run.planned}: {why}")
     if not lines:
         return ""

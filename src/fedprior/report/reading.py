@@ -110,7 +110,7 @@ def read_partition(folder: Path) -> Partition | None:
         held = json.loads(path.read_text(encoding="utf-8"))
         train, test = (np.array(held[name], np.int64) for name in ("train", "test"))
         if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
-            raise ValueError("counts are not one row a client, one column a class")
+            raise ValueError("counts do not have one row per client and one column per class")
         return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"partition.json is damaged: {error}") from error

@@ -215,7 +215,7 @@ def read_run(path: Path | str) -> Run | Broken:
         config, rounds, summary = read_config(path), read_rounds(path), read_summary(path)
         check_about(config["run"])
         if summary is not None and len(rounds) < summary["rounds"]:
-            raise ValueError(f"summary.json tells of {summary['rounds']} rounds, rounds.jsonl holds {len(rounds)}")
+            raise ValueError(f"summary.json says {summary['rounds']} rounds, but rounds.jsonl holds {len(rounds)}")
         trouble = read_trouble(path) if summary is None else ""
         return Run(path, config, rounds, summary, read_partition(path), trouble)
     except OSError as error:
