@@ -1,4 +1,4 @@
-"""What every algorithm must do, whoever added it: one contract, run for each name."""
+"""What every algorithm must do: one contract, run for each name."""
 
 import dataclasses
 import inspect

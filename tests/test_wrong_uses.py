@@ -139,11 +139,11 @@ def test_tasks_and_algorithms_print_as_one_line():
     assert repr(fedprior.algorithm("fedavg", mine.network)) == f"Algorithm('fedavg', Gaussian, {steps})"
 
 
-# ---------------------------------------------------------------------- an algorithm of one's own
+# ---------------------------------------------------------------------- own algorithms
 
 
 class Shrunk(fedprior.priors.gaussian.Gaussian):
-    """A prior of one's own: only its name is."""
+    """A user's own prior: only its name is."""
 
 
 def own(scale=1.0, rate=0.05):

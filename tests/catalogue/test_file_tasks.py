@@ -1,4 +1,4 @@
-"""Tasks of one's own from the command line: `fedprior run file.py:make_task`."""
+"""Own tasks from the command line: `fedprior run file.py:make_task`."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Tasks of one's own that are no classification of images: what is measured of them, in every engine."""
+"""Own tasks other than image classification: what is measured, in every engine."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def absolute(outputs, targets):
 
 
 def largest(outputs, targets):
-    """One number an example."""
+    """One number per example."""
     return (outputs - targets).abs().amax(1)
 
 

@@ -491,7 +491,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(shell, monkeypa
     assert (code, err) == (0, "")
     lines = re.findall(r"^mine \[all\]  (\d+)/12  (?:accuracy .*%  )?loss \d+\.\d+  \d+ MB$", out, re.MULTILINE)
     assert lines == ["3", "6", "9", "12"]
-    assert out.startswith("fedavg: SGD(lr=")  # with what its steps are taken is said before them
+    assert out.startswith("fedavg: SGD(lr=")  # the optimisers come first
     assert "accuracy" in out.split("12 rounds")[0]
 
 
@@ -659,7 +659,7 @@ def test_an_interrupted_program_prints_one_line_and_can_be_resumed(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
     assert process.returncode == 130
-    # What is chosen is said with the first record, just after the checkpoint that the interrupt waited for.
+    # The optimisers are printed with the first record, just after the checkpoint that the interrupt waited for.
     assert out == "" or out.startswith("fedavg: SGD(lr=0.05) at the clients, ")
     assert "\x1b" not in out, "no progress bar where there is no terminal"
     assert err.count("\n") == 1

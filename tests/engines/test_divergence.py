@@ -44,7 +44,7 @@ def flat(state: dict) -> dict[str, list | float]:
 
 @pytest.mark.parametrize("text", OPTIMISERS)
 def test_a_diverged_round_leaves_the_server_and_its_moments_unchanged(text: str) -> None:
-    """Two good rounds, one that overflows, and then the run goes on as if it had not been."""
+    """Two good rounds, one that overflows; then the run continues as if it had not happened."""
     optimiser = {"weights": Optimiser.parse(text)}
     algorithm = Algorithm(Gaussian(), optimiser, server=optimiser)
     server: Tree = {"weights": {"a": numbers(1, 2), "b": numbers(3)}}
@@ -86,7 +86,7 @@ def test_a_kept_state_does_not_change_with_the_next_step(text: str) -> None:
 
 
 def test_the_server_steps_from_where_it_was_pruned_and_ships_the_average() -> None:
-    """Between two steps the prior may have changed the weights; a step goes on from those."""
+    """Between two steps the prior may have changed the weights; a step starts from those."""
     optimiser = {"weights": Optimiser("SGD", {"lr": 0.5})}
     algorithm = Algorithm(Gaussian(), optimiser, server=optimiser, average=True)
     server = algorithm.init({"a": numbers(8, 8), "b": numbers(8)})
@@ -255,8 +255,8 @@ def test_one_attackers_flipped_step_enters_the_mean(small_task, mode: str) -> No
 
     task = small_task(dtype=torch.float64)
     start = task.network.params()
-    (plain, nobody), (flipped, hostile) = server("none"), server("sign-flip")
-    assert (int(nobody.sum()), int(hostile.sum())) == (0, 1)
+    (plain, none), (flipped, hostile) = server("none"), server("sign-flip")
+    assert (int(none.sum()), int(hostile.sum())) == (0, 1)
     scaled, same = server("scale")
     assert torch.equal(same, hostile)
     for name, w in start.items():

@@ -1,4 +1,4 @@
-"""Whatever nodes send, lose or refuse, the round goes on with the others, and everything is counted."""
+"""Whatever nodes send, lose or refuse, the round continues with the others, and everything is counted."""
 
 import copy
 import itertools
@@ -119,7 +119,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(("precision", "count"), [("float32", 1000), ("int8/int4", 240)])
 def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_path):
-    """One client is hostile in every way there is: the model is what the other makes of it, and all are counted."""
+    """One client is hostile in every possible way: the model is the other client's, and every fault is counted."""
     job = make_job("fedsparse", {"clients_per_round": 2, "wire": precision}, local_optimiser="SGD(lr=0.1)")
     kinds = KINDS if precision == "float32" else {**KINDS, "not finite": not_finite_scale}
     strategy, grid, draw = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path), random.Random(0)

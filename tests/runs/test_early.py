@@ -1,4 +1,4 @@
-"""Runs that stop early, keep their best model, or go on beyond their end."""
+"""Runs that stop early, keep their best model, or are extended."""
 
 import json
 import math

@@ -300,7 +300,7 @@ def test_a_task_given_by_name_is_the_same_task(monkeypatch, small_task):
             {"attackers": 0.5},
             "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale or constant",
         ),
-        ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 has no effect: of 6 clients that is nobody"),
+        ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 has no effect: of 6 clients that is none"),
         ({"round": 3}, "unknown setting of a run 'round'; did you mean 'rounds'"),
     ],
 )

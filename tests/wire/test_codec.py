@@ -407,7 +407,7 @@ def test_gates_that_the_model_does_not_have_are_refused(bit):
         decode(forge(layout, bytes(body)), layout)
 
 
-# ---------------------------------------------------------------------- numbers that are none
+# ---------------------------------------------------------------------- numbers that are not finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

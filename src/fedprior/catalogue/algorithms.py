@@ -170,7 +170,7 @@ def narrow(
 ) -> Algorithm:
     """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
 
-    The size is a sparsity or a number of parameters at most; half of the network where neither is said.
+    The size is a sparsity or a number of parameters at most; half of the network if neither is given.
     """
     gating = options.gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:

@@ -117,7 +117,7 @@ LinearGates = Annotated[
 Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
 Floor = Annotated[int, About("the least number of open gates in a layer")]
 Lambda0 = Annotated[float, About("λ₀, what an active parameter costs")]
-CrossEntropy = Annotated[float, About("κ, how much a client's gates heed the server's")]
+CrossEntropy = Annotated[float, About("κ, how strongly the server's gates pull a client's")]
 Temperature = Annotated[float, About("T, the temperature of the gates' probabilities")]
 ThetaStart = Annotated[float, About("the gates' probability at the start")]
 PruneBelow = Annotated[float, About("the probability below which a gate is closed")]

@@ -58,7 +58,7 @@ it, on its own. Bytes are those of the messages, both directions.</p>
 <section id="units-section">
 <h2>Units, layer by layer</h2>
 <p class="soft">A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than
-the server's step shrank its weights; by the step: the other way round, so that nobody voted for it.</p>
+the server's step shrank its weights; by the step: the other way round, so no client voted for it.</p>
 <div class="grid" id="units"></div>
 {units}
 </section>

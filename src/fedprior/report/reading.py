@@ -52,7 +52,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_about(run: Mapping[str, Any]) -> None:
-    """Refuse a config that does not identify its run; whoever resumes a run checks all its settings."""
+    """Refuse a config that does not identify its run; resuming a run checks all its settings."""
     for key, kind in {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}.items():
         if not isinstance(run.get(key), kind):
             raise ValueError(f"config.toml has no {key} of a run")

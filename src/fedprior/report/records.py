@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def gib(self) -> np.ndarray:
-        """GiB sent in both directions up to and including each round, whoever sent them."""
+        """GiB sent in both directions up to and including each round, by server and clients."""
         return np.cumsum([r["bytes_up"] + r["bytes_down"] for r in self.rounds]) / GIB
 
     def series(self, name: str) -> dict[int, float]:
