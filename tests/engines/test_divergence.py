@@ -141,17 +141,16 @@ def test_a_client_whose_numbers_are_not_finite_is_named(place: str, bad: float) 
         _check_clients([7, 8, 9], result(uploads, loss), 4)
 
 
+def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
+    """An attack: hostile clients send infinities."""
+    infinite = {name: torch.where(hostile, torch.inf, value) for name, value in local["weights"].items()}
+    return {**local, "weights": infinite}
+
+
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
 @pytest.mark.parametrize("messages", ["auto", "count"])
 def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monkeypatch, mode, messages) -> None:
     """One client sends an infinity although its loss is fine: nothing of the run has changed."""
-
-    def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
-        weights = {
-            name: torch.where(hostile, torch.full_like(value, torch.inf), value)
-            for name, value in local["weights"].items()
-        }
-        return {**local, "weights": weights}
 
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
@@ -172,13 +171,6 @@ def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monke
 
 def test_a_diverged_run_keeps_its_state_while_others_continue(small_task, monkeypatch) -> None:
     """Stacked: one run's client sends infinities in the first round only; its state must not move in the second."""
-
-    def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
-        weights = {
-            name: torch.where(hostile, torch.full_like(value, torch.inf), value)
-            for name, value in local["weights"].items()
-        }
-        return {**local, "weights": weights}
 
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
