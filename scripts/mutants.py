@@ -5,7 +5,7 @@
 
 The mistakes are listed in tests/mutants/*.toml, by file under src/fedprior. Each entry says what it breaks, the old
 text, the text to put in its place, and the tests that must notice. If a mistake has no observable effect, `equivalent`
-says why; it is run all the same, and it is an error if a test notices it.
+says why; it is still run, and it is an error if a test notices it.
 
 The tests first run without any mistake: a test that fails anyway would notice everything.
 """

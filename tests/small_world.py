@@ -25,6 +25,20 @@ class SmallNet(nn.Module):
         return self.fc2(self.drop(torch.relu(self.fc1(x.flatten(1)))))
 
 
+class PlainNet(nn.Module):
+    """A convolution, a hidden layer, an output of three classes, on 8×8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.hidden = nn.Linear(36, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(nn.functional.max_pool2d(self.conv(x), 2)).flatten(1)
+        return self.out(torch.relu(self.hidden(x)))
+
+
 def small_net(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> SmallNet:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,7 +48,7 @@ def small_net(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.fl
 def small_clients(
     sizes: Sequence[int], test_sizes: Sequence[int] | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Noisy images of one pattern a class: something that can be learnt."""
+    """Noisy images of one pattern per class: something that can be learnt."""
     draw = torch.Generator().manual_seed(seed)
     patterns = torch.randn(CLASSES, 1, 8, 8, generator=draw)
 

@@ -1,4 +1,4 @@
-"""What every algorithm must do, whoever added it: one contract, run for each name."""
+"""What every algorithm must do: one contract, run for each name."""
 
 import dataclasses
 import inspect
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import fedprior
 import own_prior
@@ -19,6 +18,7 @@ from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.stacked.together import Together
 from fedprior.priors import Prior
+from small_world import PlainNet
 
 NAMES = [*fedprior.ALGORITHMS, *own_prior.ENTRIES]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
@@ -38,21 +38,6 @@ LIVELY = {
 }
 
 
-class Net(nn.Module):
-    """A convolution, a hidden layer, an output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.hidden = nn.Linear(36, 8)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(nn.functional.max_pool2d(self.conv(x), 2)).flatten(1)
-        result: Tensor = self.out(torch.relu(self.hidden(x)))
-        return result
-
-
 def make_task(dtype: torch.dtype = torch.float64) -> Task:
     generator = torch.Generator().manual_seed(5)
     clients = []
@@ -61,9 +46,8 @@ def make_task(dtype: torch.dtype = torch.float64) -> Task:
         y = (x.mean((1, 2, 3)) * 12).long().clamp(-1, 1) + 1
         clients.append((x[:size], y[:size], x[size:], y[size:]))
     torch.manual_seed(0)
-    return fedprior.own_task(
-        Net().to(dtype), clients, classes=3, rounds=5, batch_size=4, epochs=2, clients_per_round=3, evaluate_every=1
-    )
+    settings = {"rounds": 5, "batch_size": 4, "epochs": 2, "clients_per_round": 3, "evaluate_every": 1}
+    return fedprior.own_task(PlainNet().to(dtype), clients, classes=3, **settings)
 
 
 def algorithm(name: str, task: Task, **changes: object) -> fedprior.Algorithm:
@@ -145,7 +129,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
         for seed, changes in ((0, {}), (1, {}), (2, SWEPT.get(name, {}))):
             task = make_task()
             torch.manual_seed(seed)
-            task = dataclasses.replace(task, network=fedprior.Network(Net().double(), task.network.example))
+            task = dataclasses.replace(task, network=fedprior.Network(PlainNet().double(), task.network.example))
             chosen = algorithm(name, task, **changes)
             made.append(build(chosen, task.network, task.data, Settings(**{**task.defaults, "seed": seed})))
         return made

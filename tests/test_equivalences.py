@@ -13,30 +13,16 @@ from fedprior.em import Algorithm
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.priors import FixedGates, Gaussian, Mixture, SpikeSlab
 from fedprior.units import UnitGating, find_structure
+from small_world import PlainNet
 
 SGD = Optimiser("SGD", {"lr": 0.1})
-
-
-class Net(nn.Module):
-    """A convolution, a hidden layer, an output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.hidden = nn.Linear(36, 8)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(nn.functional.max_pool2d(self.conv(x), 2)).flatten(1)
-        result: Tensor = self.out(torch.relu(self.hidden(x)))
-        return result
 
 
 def make_task(sizes: tuple[int, ...] = (6, 9, 13, 4)) -> Task:
     torch.manual_seed(3)
     data = [(torch.randn(n, 1, 8, 8).double(), torch.randint(0, 3, (n,))) for n in sizes]
     return fedprior.own_task(
-        Net().double(), data, rounds=4, batch_size=4, clients_per_round=3, evaluate_every=4, classes=3
+        PlainNet().double(), data, rounds=4, batch_size=4, clients_per_round=3, evaluate_every=4, classes=3
     )
 
 

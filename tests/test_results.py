@@ -44,11 +44,11 @@ def test_every_document_shows_the_tables_of_the_records():
 
 
 ONE_SEED = {("cifar100", label) for label in ("fedsparse-low", "fedsparse-mid", "fedsparse-high")}
-"""All else has three; docs/reproduction.md says so beside the table."""
+"""All others have three; docs/reproduction.md says so beside the table."""
 
 
 YOUNGER = {"pixels", "evaluate_every", "norm"}
-"""Settings of the experiments that these records were made before; a note below the table says so."""
+"""Settings that are newer than these records; a note below the table says so."""
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "femnist", "scaffold"])
@@ -198,7 +198,7 @@ def test_the_readmes_table_matches_records_and_paper(name, title):
 
 KINDS = ("global", "local")
 README_METHODS = {"fedavg": "fedavg", "fedsparse-mid": "fedsparse-mid"}
-"""Ours, and what of the paper stands beside it."""
+"""Ours, and the paper's beside it."""
 GATES = {
     ("outputs", ()): "filters, neurons",
     ("outputs", ("conv1",)): "all but conv1",

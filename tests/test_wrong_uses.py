@@ -44,7 +44,7 @@ USES = {
     "nothing to train": (lambda: task(nn.Identity()), "no trainable parameters"),
     "a model of two outputs": (lambda: task(TwoOutputs(3, 2)), "gives a tuple, not a tensor"),
     "a model that fails": (lambda: task(Fails(3, 2)), "do not run on inputs of shape.*my own mistake"),
-    "one logit for labels": (lambda: task(nn.Linear(3, 1)), "two logits or more"),
+    "one logit for labels": (lambda: task(nn.Linear(3, 1)), "at least two logits"),
     "a dictionary of clients": (lambda: task(clients={"a": CLIENT}), "dictionary.*list"),
     "a tensor of clients": (lambda: task(clients=X), "the clients are a Tensor"),
     "one client alone": (lambda: task(clients=CLIENT), "client 0 is not a tuple of tensors"),
@@ -55,16 +55,16 @@ USES = {
     "lists": (lambda: task(clients=[(X.tolist(), Y.tolist())]), "client 0 is not a tuple of tensors"),
     "a data loader": (lambda: task(clients=[torch.utils.data.TensorDataset(X, Y)]), "client 0 is not a tuple"),
     "labels as real numbers": (lambda: task(clients=[(X, Y.float())]), "targets are real numbers"),
-    "labels in a column": (lambda: task(clients=[(X, Y[:, None])]), "give one label an example"),
-    "one hot": (lambda: task(clients=[(X, nn.functional.one_hot(Y))]), "give one label an example"),
-    "labels from 1": (lambda: task(clients=[(X, Y + 1)]), "the training label 2, but labels run from 0 to 1"),
+    "labels in a column": (lambda: task(clients=[(X, Y[:, None])]), "give one label per example"),
+    "one hot": (lambda: task(clients=[(X, nn.functional.one_hot(Y))]), "give one label per example"),
+    "labels from 1": (lambda: task(clients=[(X, Y + 1)]), "the training label 2, but labels must lie between 0 and 1"),
     "negative labels": (lambda: task(clients=[(X, Y - 1)]), "the training label -1"),
     "an empty client": (lambda: task(clients=[CLIENT, (X[:0], Y[:0])]), "client 1 has no training examples"),
     "fewer labels": (lambda: task(clients=[(X, Y[:5])]), "8 training inputs but 5 training targets"),
     "other shapes": (lambda: task(clients=[CLIENT, (X[:, :2], Y)]), r"client 1 has training inputs of shape \(2,\)"),
     "not finite": (lambda: task(clients=[(X / 0, Y)]), "not finite"),
     "whole numbers for inputs": (lambda: task(clients=[(X.long(), Y)]), "do not run on inputs of shape.*int64"),
-    "a mean for a loss": (lambda: task(loss=nn.CrossEntropyLoss()), "one number an example"),
+    "a mean for a loss": (lambda: task(loss=nn.CrossEntropyLoss()), "one number per example"),
     "a class for a loss": (lambda: task(loss=nn.MSELoss), "do not run"),
     "an unknown setting": (lambda: task(round=5), "unknown setting of a run 'round'; did you mean 'rounds'"),
     "a setting of an algorithm": (lambda: task(lambda0=1e-5), "unknown setting of a run 'lambda0'"),
@@ -78,7 +78,10 @@ USES = {
     "too large a cohort": (lambda: fedprior.run(task(), "fedavg", clients_per_round=9), "there are only 3 clients"),
     "a model for a task": (lambda: fedprior.run(net(), "fedavg"), "the task is a Sequential"),
     "a class for an algorithm": (lambda: fedprior.run(task(), fedprior.Prior), "the algorithm is the class Prior"),
-    "a module for a network": (lambda: fedprior.algorithm("fedavg", net()), "built for a Network, as task.network"),
+    "a module for a network": (
+        lambda: fedprior.algorithm("fedavg", net()),
+        "built for a Network, such as task.network",
+    ),
     "another network, wider": (lambda: of_another("fedsparse", net(12)), "built for another network"),
     "another network, flat": (lambda: of_another("feddrop", nn.Linear(3, 2)), "built for another network"),
     "another network, deeper": (
@@ -136,11 +139,11 @@ def test_tasks_and_algorithms_print_as_one_line():
     assert repr(fedprior.algorithm("fedavg", mine.network)) == f"Algorithm('fedavg', Gaussian, {steps})"
 
 
-# ---------------------------------------------------------------------- an algorithm of one's own
+# ---------------------------------------------------------------------- own algorithms
 
 
 class Shrunk(fedprior.priors.gaussian.Gaussian):
-    """A prior of one's own: only its name is."""
+    """A user's own prior: only its name is."""
 
 
 def own(scale=1.0, rate=0.05):

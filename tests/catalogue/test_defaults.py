@@ -1,4 +1,4 @@
-"""Defaults on a small task of one's own: what is compared has the same server step, and learns."""
+"""Defaults on a small own task: compared methods have the same server step, and learn."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tasks of one's own from the command line: `fedprior run file.py:make_task`."""
+"""Own tasks from the command line: `fedprior run file.py:make_task`."""
 
 import re
 import shlex
@@ -139,7 +139,7 @@ def test_a_changed_file_does_not_resume_its_runs(shell, tmp_path):
     (tmp_path / "mine.py").write_text(GOOD + "\n# changed\n")
     code, _, err = shell("resume", "run", "--rounds", 3)
     assert code == 2
-    assert "is not what it was when the run was started" in err
+    assert "has changed since the run was started" in err
     assert len(err.strip().splitlines()) == 1
 
 
@@ -147,8 +147,8 @@ def test_a_changed_file_does_not_resume_its_runs(shell, tmp_path):
     ("name", "settings", "message"),
     [
         ("nowhere.py:make_task", (), "there is no file nowhere.py"),
-        ("mine.py", (), "say which function of the file makes the task, as mine.py:make_task"),
-        ("mine.py:make-task", (), "say which function"),
+        ("mine.py", (), "name the function that makes the task, such as mine.py:make_task"),
+        ("mine.py:make-task", (), "name the function"),
         ("mine.py:make_tusk", (), "has no function 'make_tusk'; it has make_task, needs,"),
         ("mine.py:nn", (), "has no function 'nn'"),
         ("mine.py:needs", (), "needs needs width: --set width=…"),

@@ -39,7 +39,7 @@ IDLE = {
         LINEAR,
         {"structured": True},
         LINEAR,
-        "about units",
+        "concerns units",
     ),
     "weights have no layers": (
         "fedsparse",
@@ -47,7 +47,7 @@ IDLE = {
         LINEAR,
         {"structured": True},
         LINEAR,
-        "about units",
+        "concerns units",
     ),
     "output": ("fedsparse", {"gate_output": True, "structured": False}, LINEAR, {"structured": True}, LINEAR, "units"),
     "ungated": ("fedsparse", {"ungated": ("0",), "structured": False}, LINEAR, {"structured": True}, LINEAR, "units"),

@@ -1,4 +1,4 @@
-"""Tasks of one's own that are no classification of images: what is measured of them, in every engine."""
+"""Own tasks other than image classification: what is measured, in every engine."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def absolute(outputs, targets):
 
 
 def largest(outputs, targets):
-    """One number an example."""
+    """One number per example."""
     return (outputs - targets).abs().amax(1)
 
 
@@ -199,7 +199,7 @@ def test_a_language_models_loss_may_give_one_number_per_token():
 
 def test_ambiguous_sequences_have_no_accuracy_and_need_an_own_loss():
     clients = sequences(length=7)
-    with pytest.raises(ModelError, match="which is which by a loss of your own"):
+    with pytest.raises(ModelError, match="the outputs are ambiguous: give your own loss"):
         fedprior.own_task(seeded(Tokens), clients)
     task = fedprior.own_task(
         seeded(Tokens), clients, loss=lambda o, y: F.cross_entropy(o.mT, y, reduction="none"), **QUICK
@@ -209,7 +209,7 @@ def test_ambiguous_sequences_have_no_accuracy_and_need_an_own_loss():
 
 def test_targets_beyond_the_logits_of_a_sequence_are_refused():
     x, y, *_ = sequences()[0]
-    with pytest.raises(DataError, match="classes that the model has logits for"):
+    with pytest.raises(DataError, match="classes for which the model has logits"):
         fedprior.own_task(seeded(Tokens), [(x, y + 3)])
 
 
@@ -280,8 +280,8 @@ def test_tables_and_reports_show_the_loss_and_metrics_where_there_is_no_accuracy
         ({"loss": absolute}, "not loss or accuracy"),
         ({"a/b": absolute}, "letters and digits"),
         ({"mae": 3}, "not a function"),
-        ({"mae": lambda o, y: 3.0}, "must give a tensor"),
-        ({"mae": lambda o, y: torch.ones(7)}, "must give a tensor"),
+        ({"mae": lambda o, y: 3.0}, "must return a tensor"),
+        ({"mae": lambda o, y: torch.ones(7)}, "must return a tensor"),
         ({"mae": lambda o, y: o @ y @ o @ y}, "metric 'mae' cannot be computed"),
         ({"mae": lambda o, y: torch.tensor(float((o - y).mean()))}, "metric 'mae' cannot be computed with torch"),
     ],

@@ -202,8 +202,8 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         (("--budget", "much"), "number of bytes"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fednarrow"),
         (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many close"),
-        (("--algorithm", "fedsparse", "--budget", "1MB"), "take fednarrow"),
-        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "take fednarrow"),
+        (("--algorithm", "fedsparse", "--budget", "1MB"), "use fednarrow"),
+        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "use fednarrow"),
     ):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2
@@ -425,7 +425,10 @@ BAD = {
     "set: second algorithm": (("compare", "tiny", "--set", "lambda0=-1"), "lambda0 must be at least 0"),
     "empty client": (("run", "empty-client"), "client 1 has no training examples"),
     "one example": (("run", "one-example"), "client 1 has only 1 training example"),
-    "label out of range": (("run", "label-range"), "client 1 has the training label 2, but labels run from 0 to 1"),
+    "label out of range": (
+        ("run", "label-range"),
+        "client 1 has the training label 2, but labels must lie between 0 and 1",
+    ),
     "batch norm": (("run", "batch-norm"), "Set track_running_stats=True"),
     "resume nothing": (("resume", "nowhere"), "nowhere is not a run: it has no config.toml"),
     "no command": (("dance",), "dance"),
@@ -488,7 +491,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(shell, monkeypa
     assert (code, err) == (0, "")
     lines = re.findall(r"^mine \[all\]  (\d+)/12  (?:accuracy .*%  )?loss \d+\.\d+  \d+ MB$", out, re.MULTILINE)
     assert lines == ["3", "6", "9", "12"]
-    assert out.startswith("fedavg: SGD(lr=")  # with what its steps are taken is said before them
+    assert out.startswith("fedavg: SGD(lr=")  # the optimisers come first
     assert "accuracy" in out.split("12 rounds")[0]
 
 
@@ -656,7 +659,7 @@ def test_an_interrupted_program_prints_one_line_and_can_be_resumed(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=600)
     assert process.returncode == 130
-    # What is chosen is said with the first record, just after the checkpoint that the interrupt waited for.
+    # The optimisers are printed with the first record, just after the checkpoint that the interrupt waited for.
     assert out == "" or out.startswith("fedavg: SGD(lr=0.05) at the clients, ")
     assert "\x1b" not in out, "no progress bar where there is no terminal"
     assert err.count("\n") == 1

@@ -78,13 +78,15 @@ def test_a_label_out_of_range_names_the_client(label, what):
     bad = client(3, 1, test=2)
     bad[1 if what == "training" else 3][1] = label
     refused(
-        [client(2), client(2), bad], f"client 2 has the {what} label {label}, but labels run from 0 to 4", classes=5
+        [client(2), client(2), bad],
+        f"client 2 has the {what} label {label}, but labels must lie between 0 and 4",
+        classes=5,
     )
 
 
 def test_a_label_beyond_the_models_outputs_names_the_client():
     clients = [client(3, 0), client(3, 1), client(3, 7)]
-    with pytest.raises(DataError, match="client 2 has the training label 7, but labels run from 0 to 4"):
+    with pytest.raises(DataError, match="client 2 has the training label 7, but labels must lie between 0 and 4"):
         fedprior.own_task(torch.nn.Linear(3, 5), clients)
     assert fedprior.own_task(torch.nn.Linear(3, 8), clients).data.classes == 8
 
@@ -151,13 +153,13 @@ def test_a_batch_norm_that_stores_nothing_is_refused_with_a_remedy():
 
 def test_a_loss_must_give_one_number_per_example():
     """A mean over the batch would count padding."""
-    with pytest.raises(ModelError, match="one number an example"):
+    with pytest.raises(ModelError, match="one number per example"):
         fedprior.own_task(torch.nn.Linear(3, 2), [client(3)], loss=torch.nn.functional.cross_entropy)
 
 
 def test_targets_of_another_shape_need_an_own_loss_and_have_no_accuracy():
     x = torch.randn(6, 3)
-    with pytest.raises(DataError, match="give one label an example"):
+    with pytest.raises(DataError, match="give one label per example"):
         fedprior.own_task(torch.nn.Linear(3, 2), [(x, torch.zeros(6, 1, dtype=torch.int64))])
     task = fedprior.own_task(
         torch.nn.Linear(3, 1), [(x, x[:, :1], x, x[:, :1])] * 2, loss=lambda out, y: ((out - y) ** 2).mean(1)
@@ -187,7 +189,7 @@ class Counting(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        (Noisy(3, 2), "random numbers of its own"),
+        (Noisy(3, 2), "its own random numbers"),
         (Counting(), "changes its buffer 'calls'"),
         (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.AlphaDropout()), "AlphaDropout"),
         (torch.nn.Linear(3, 2).half(), "all be float32, or all float64"),

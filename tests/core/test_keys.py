@@ -213,7 +213,7 @@ def test_choose_takes_every_ordered_pair_equally_often():
 def test_choose_from_a_billion_does_not_list_them():
     start = time.process_time()
     chosen = keys.choose(keys.key(6), 10**9, 1_000)
-    assert time.process_time() - start < 5  # CPU seconds, in which nobody lists a billion
+    assert time.process_time() - start < 5  # CPU seconds, too few to list a billion
     assert len(set(chosen)) == 1_000
     assert 0 <= min(chosen) < 10**7
     assert 10**9 - 10**7 < max(chosen) < 10**9

@@ -116,7 +116,7 @@ def test_two_threads_of_one_process_are_two_writers(small_task, tmp_path):
 
 
 def test_a_removed_lock_file_locks_nothing(tmp_path, monkeypatch):
-    """Between opening the file and locking it: whoever comes third would make a new one and hold that."""
+    """Between opening the file and locking it: a third process would create a new one and lock that."""
     lock, removed = locks._lock, []
 
     def late(file, folder):

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -174,50 +175,45 @@ def test_disagreement_is_a_distance() -> None:
 # ---------------------------------------------------------------------- dropout
 
 
+class Calling(nn.Module):
+    """Calls a function in training and keeps the results."""
+
+    def __init__(self, function: Callable[[bool], Tensor], times: int) -> None:
+        super().__init__()
+        self.scale, self.function, self.times = nn.Parameter(torch.ones(())), function, times
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.function(self.training) for _ in range(self.times)]
+        return x * self.scale
+
+
+def seen_in_a_step(function: Callable[[bool], Tensor], times: int = 1) -> list[Tensor]:
+    module = Calling(function, times)
+    network = Network(module, torch.zeros(2))
+    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    return module.seen
+
+
 def test_two_dropout_layers_have_different_draws_in_a_step() -> None:
     """Inside one network and in a layer of the same shape: alike, the second would drop what the first has dropped."""
-    seen: list[Tensor] = []
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
+    def drop(training: bool) -> Tensor:
+        return nn.functional.dropout(torch.ones(1000), 0.5, training) > 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                seen.append(nn.functional.dropout(torch.ones(1000), 0.5, self.training) > 0)
-            return x * self.scale
-
-    network = Network(Twice(), torch.zeros(2))
-    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
+    seen = seen_in_a_step(drop, 3)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         agree = float((seen[one] == seen[other]).double().mean())
         assert abs(agree - 0.5) < 5 * 0.5 / 1000**0.5
-    again = [value.clone() for value in seen]
-    seen.clear()
-    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
-    assert all(torch.equal(a, b) for a, b in zip(again, seen, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(seen, seen_in_a_step(drop, 3), strict=True))
     assert np.mean([float(value.double().mean()) for value in seen]) == pytest.approx(0.5, abs=0.05)
 
 
-def test_dropout_in_evaluation_mode_drops_nothing() -> None:
+@pytest.mark.parametrize("drop", [nn.functional.dropout, nn.functional.dropout2d])
+def test_dropout_in_evaluation_mode_drops_nothing(drop: Callable[..., Tensor]) -> None:
     """As of a part of a network that is in evaluation mode."""
-    seen: list[Tensor] = []
-
-    class Off(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for drop in (nn.functional.dropout, nn.functional.dropout2d):
-                seen.append(drop(torch.ones(2, 50, 2, 2), 0.5, False))
-            return x * self.scale
-
-    network = Network(Off(), torch.zeros(2))
-    network.training_loss(network.params(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), None, key(0))
-    assert len(seen) >= 2
-    assert all(bool((value == 1).all()) for value in seen)
+    (value,) = seen_in_a_step(lambda training: drop(torch.ones(2, 50, 2, 2), 0.5, False))
+    assert bool((value == 1).all())
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, None])

@@ -82,7 +82,7 @@ def rewrite(path, change):
 
 @pytest.mark.parametrize("name", ["fedadam", "fedsparse+scaffold"])
 def test_a_simulations_checkpoint_has_the_layout_of_its_format(name, tmp_path):
-    """Written here by hand: a run that was begun with an older version of the same format goes on."""
+    """Written here by hand: a run begun with an older version of the same format continues."""
     first, second = simulate(name), simulate(name)
     for _ in range(2):
         first.step(evaluate=False)

@@ -1,4 +1,4 @@
-"""What a server makes of the statistics that clients report, worked out by hand on one norm of two channels."""
+"""How a server combines the statistics that clients report, worked out by hand on one norm of two channels."""
 
 import torch
 from torch import Tensor

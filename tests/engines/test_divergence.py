@@ -44,7 +44,7 @@ def flat(state: dict) -> dict[str, list | float]:
 
 @pytest.mark.parametrize("text", OPTIMISERS)
 def test_a_diverged_round_leaves_the_server_and_its_moments_unchanged(text: str) -> None:
-    """Two good rounds, one that overflows, and then the run goes on as if it had not been."""
+    """Two good rounds, one that overflows; then the run continues as if it had not happened."""
     optimiser = {"weights": Optimiser.parse(text)}
     algorithm = Algorithm(Gaussian(), optimiser, server=optimiser)
     server: Tree = {"weights": {"a": numbers(1, 2), "b": numbers(3)}}
@@ -86,7 +86,7 @@ def test_a_kept_state_does_not_change_with_the_next_step(text: str) -> None:
 
 
 def test_the_server_steps_from_where_it_was_pruned_and_ships_the_average() -> None:
-    """Between two steps the prior may have changed the weights; a step goes on from those."""
+    """Between two steps the prior may have changed the weights; a step starts from those."""
     optimiser = {"weights": Optimiser("SGD", {"lr": 0.5})}
     algorithm = Algorithm(Gaussian(), optimiser, server=optimiser, average=True)
     server = algorithm.init({"a": numbers(8, 8), "b": numbers(8)})
@@ -141,17 +141,16 @@ def test_a_client_whose_numbers_are_not_finite_is_named(place: str, bad: float) 
         _check_clients([7, 8, 9], result(uploads, loss), 4)
 
 
+def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
+    """An attack: hostile clients send infinities."""
+    infinite = {name: torch.where(hostile, torch.inf, value) for name, value in local["weights"].items()}
+    return {**local, "weights": infinite}
+
+
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
 @pytest.mark.parametrize("messages", ["auto", "count"])
 def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monkeypatch, mode, messages) -> None:
     """One client sends an infinity although its loss is fine: nothing of the run has changed."""
-
-    def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
-        weights = {
-            name: torch.where(hostile, torch.full_like(value, torch.inf), value)
-            for name, value in local["weights"].items()
-        }
-        return {**local, "weights": weights}
 
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
@@ -172,13 +171,6 @@ def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monke
 
 def test_a_diverged_run_keeps_its_state_while_others_continue(small_task, monkeypatch) -> None:
     """Stacked: one run's client sends infinities in the first round only; its state must not move in the second."""
-
-    def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
-        weights = {
-            name: torch.where(hostile, torch.full_like(value, torch.inf), value)
-            for name, value in local["weights"].items()
-        }
-        return {**local, "weights": weights}
 
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
@@ -240,7 +232,7 @@ def test_each_attack_does_what_its_name_says(attack: str, sent: list[float]) -> 
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])
-def test_an_attacker_that_flips_its_step_enters_the_mean_so(small_task, mode: str) -> None:
+def test_one_attackers_flipped_step_enters_the_mean(small_task, mode: str) -> None:
     """FedAvg over all clients: the attacker's step counts minus ten times, the others' once."""
 
     def server(attack: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -255,8 +247,8 @@ def test_an_attacker_that_flips_its_step_enters_the_mean_so(small_task, mode: st
 
     task = small_task(dtype=torch.float64)
     start = task.network.params()
-    (plain, nobody), (flipped, hostile) = server("none"), server("sign-flip")
-    assert (int(nobody.sum()), int(hostile.sum())) == (0, 1)
+    (plain, none), (flipped, hostile) = server("none"), server("sign-flip")
+    assert (int(none.sum()), int(hostile.sum())) == (0, 1)
     scaled, same = server("scale")
     assert torch.equal(same, hostile)
     for name, w in start.items():

@@ -28,7 +28,7 @@ def simulate(task: fedprior.Task, name: str, mode: str, settings: dict | None = 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_of_a_round_are_those_of_its_messages(small_task, mode) -> None:
-    """A dense message: a header of 24 bytes and four a parameter, up and down, for each of three clients."""
+    """A dense message: a header of 24 bytes and four per parameter, up and down, for each of three clients."""
     sim = simulate(small_task(), "fedavg", mode)
     (record,) = engine([sim], mode).step(evaluate=False)
     size = 24 + 4 * trees.count(sim.network.params())

@@ -61,7 +61,7 @@ def test_a_cohort_is_at_most_all_clients() -> None:
 IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # What has no effect, with what it has one, and a word of why.
     "attackers": ({"attackers": 0.1}, {"attack": "scale"}, "there is no attack; give attack=sign-flip, scale or con"),
-    "few attackers": ({"attack": "scale", "attackers": 0.04}, {"attackers": 0.06}, "of 10 clients that is nobody"),
+    "few attackers": ({"attack": "scale", "attackers": 0.04}, {"attackers": 0.06}, "of 10 clients that is none"),
     "attack": ({"attack": "scale"}, {"attackers": 0.1}, "there are no attackers"),
     "epochs": ({"epochs": 2, "local_steps": 3}, {"local_steps": None}, "local_steps=3 says how long"),
     "entropy": ({"entropy": False, "wire": "float16"}, {"wire": "float32/int8"}, "the wire is float16"),
@@ -75,7 +75,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "final": (
         {"statistics": "local", "report_statistics": "final", "norm": True},
         {"report_statistics": "running"},
-        "final model in any case",
+        "always keeps those of its final model",
     ),
     "momentum": (
         {"statistics": "local", "statistics_momentum": 0.5, "norm": True},

@@ -33,7 +33,7 @@ def test_every_run_has_valid_settings_and_its_own_folder(name, tmp_path):
     ],
 )
 def test_the_papers_gigabytes_of_fedavg_follow_from_the_network_and_the_rounds(name, model):
-    """Rounds × 10 clients × 2 directions × 4 bytes a parameter, to the paper's whole number."""
+    """Rounds × 10 clients × 2 directions × 4 bytes per parameter, to the paper's whole number."""
     chosen = experiment(name)
     paper = chosen.methods[0].paper
     parameters = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The frontier: which runs, which points are on the front, and that a frontier can be gone on with."""
+"""The frontier: which runs it has, which points are on the front, and that it can be continued."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`fedprior reproduce`: keeps what is finished, goes on with what is not, ends with table and figures."""
+"""`fedprior reproduce`: keeps what is finished, continues what is not, ends with table and figures."""
 
 import csv
 import io

@@ -169,7 +169,7 @@ def test_an_answer_to_an_earlier_question_is_left_out(make_job, quick, tmp_path)
     strategy.sent = strategy.sent[1:]
     strategy.aggregate_train(1, replies)
     assert set(strategy.good) == set(strategy.cohort) - {forgotten}
-    assert any("nobody asked" in fault["what"] for fault in strategy.turn.faults)
+    assert any("not requested" in fault["what"] for fault in strategy.turn.faults)
 
 
 def test_too_few_good_replies_are_not_accepted(make_job, tmp_path):

@@ -1,4 +1,4 @@
-"""Whatever nodes send, lose or refuse, the round goes on with the others, and everything is counted."""
+"""Whatever nodes send, lose or refuse, the round continues with the others, and everything is counted."""
 
 import copy
 import itertools
@@ -119,7 +119,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(("precision", "count"), [("float32", 1000), ("int8/int4", 240)])
 def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_path):
-    """One client is hostile in every way there is: the model is what the other makes of it, and all are counted."""
+    """One client is hostile in every possible way: the model is the other client's, and every fault is counted."""
     job = make_job("fedsparse", {"clients_per_round": 2, "wire": precision}, local_optimiser="SGD(lr=0.1)")
     kinds = KINDS if precision == "float32" else {**KINDS, "not finite": not_finite_scale}
     strategy, grid, draw = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path), random.Random(0)
@@ -150,7 +150,7 @@ def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path
     HardEM(Server.new(job, RUN), quick, records.append).start(grid)
     for record in records:
         assert len(record["clients"]) == 3
-        assert [fault["what"] for fault in record["faults"]] == ["a second reply to one message"] * 3
+        assert [fault["what"] for fault in record["faults"]] == ["a second reply to the same message"] * 3
     strategy = HardEM(Server.new(job, RUN), quick)
     strategy.meet(grid, 6)
     strategy.configure_train(1, ArrayRecord(), None, grid)
@@ -158,7 +158,7 @@ def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path
     stray = Message(RecordDict(), 1000, "train")
     strategy.aggregate_train(1, [stray])
     assert strategy.good == {}
-    assert "nobody asked for" in strategy.turn.faults[0]["what"]
+    assert "not requested" in strategy.turn.faults[0]["what"]
 
 
 def test_a_reply_that_flower_cannot_unpack_does_not_end_the_run(make_job, quick, tmp_path):

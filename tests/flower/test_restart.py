@@ -87,7 +87,7 @@ def test_what_cannot_be_resumed_is_one_clear_error(make_job, tmp_path):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(tmp_path / "none")})
     simulated = tmp_path / "simulated"
     fedprior.run("mnist-mini", out=simulated, rounds=1, clients_per_round=1, local_steps=1)
-    with pytest.raises(RunError, match="is not a run of Flower; `fedprior resume"):
+    with pytest.raises(RunError, match="is not a Flower run; `fedprior resume"):
         serve(job, LocalGrid(job, tmp_path), {**LIMITS, "resume": str(simulated)})
     before = sorted(run.iterdir())
     with pytest.raises(RunError, match="is a Flower run: continue it with `flwr run`"):

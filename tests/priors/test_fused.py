@@ -1,4 +1,4 @@
-"""Spike and slab as a run computes it: one price a gate, gates closed for good, clients stacked; against the formula.
+"""Spike and slab as a run computes it: one price per gate, gates closed for good, clients stacked; against the formula.
 
 Biases are zero and groups are small, so that ‖w_g‖ can be written down; T is large, so that nothing saturates.
 """
@@ -107,7 +107,7 @@ def naive_penalty(prior: SpikeSlab, size: int, local: Tree, sent: Tree) -> float
 @pytest.mark.parametrize("closed", [0, 2])
 @pytest.mark.parametrize("kind", PRIORS)
 def test_the_price_of_a_received_packet_equals_the_formula(kind: str, closed: int, precision: float) -> None:
-    """With λ = 0, the default, both terms are one price a gate; with λ above 0 they are added up one by one."""
+    """With λ = 0, the default, both terms are one price per gate; with λ above 0 they are added one by one."""
     make, size = PRIORS[kind]
     prior = make(precision=precision)
     sent, local = prior.receive(packet(prior, 1, closed)), state(prior, 2)

@@ -246,7 +246,7 @@ def test_the_gated_mean_is_over_those_who_sent():
     sent = torch.func.vmap(gating.mask)(stack(clients).gates)
     mean = gated_mean(sent, stack(clients), server)
     torch.testing.assert_close(mean["0.weight"][0], numbers(3, 4) * 1.5)  # of clients 0 and 1
-    assert mean["0.bias"][1] == 100, "nobody sent it: it stays"
+    assert mean["0.bias"][1] == 100, "no client sent it: it stays"
     torch.testing.assert_close(mean["0.bias"][2], torch.tensor(0.4 * 3.5, dtype=torch.float64))  # of clients 0 and 2
     torch.testing.assert_close(mean["2.weight"][1], numbers(0, 200, -3.5))
     torch.testing.assert_close(mean["2.bias"], numbers(5, 6) * 3)  # of all three

@@ -263,7 +263,7 @@ def test_a_rate_of_zero_is_not_stacked_with_others():
         ({"sparsity": 0.5, "precision": -1.0}, "precision must be at least 0"),
         ({"sparsity": 0.5, "linear_rate": 1.0}, "linear_rate must be at least 0 and below 1"),
         ({"sparsity": 0.5, "conv_rate": -0.1}, "conv_rate must be at least 0 and below 1"),
-        ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "it is about units"),
+        ({"sparsity": 0.5, "structured": False, "linear_rate": 0.5}, "it concerns units"),
     ],
 )
 def test_impossible_sizes_are_refused(small_task, wrong, words):
@@ -302,7 +302,7 @@ def test_explicit_settings_and_long_runs_are_not_adjusted(small_task):
     assert chosen.prior.fit(34) is chosen.prior
     own = fedprior.algorithm("fednarrow-unstructured", task.network, sparsity=0.5, dense_rounds=3)
     assert own.prior.fit(4) is own.prior
-    line = r"sparsity 0\.5 would be met in round 17 with dense_rounds=3 and shrink=0\.05, but there are 4: have more"
+    line = r"sparsity 0\.5 would be met in round 17 with dense_rounds=3 and shrink=0\.05, but there are 4: use more"
     with pytest.warns(FedpriorWarning, match=line):
         fedprior.run(task, own, rounds=4)
 

@@ -2,7 +2,7 @@
 
 The twin shares no code with the library but the random numbers: it keeps every weight, knows no columns, masks, wires
 or vectors of gates, and steps with torch's own optimisers. Everything is in float64, because Adamax and T = 1e-3
-amplify rounding. The library sends and keeps only the pruned network; the two must give the same numbers all the same.
+amplify rounding. The library sends and keeps only the pruned network; the two must still give the same numbers.
 """
 
 import math

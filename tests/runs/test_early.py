@@ -1,4 +1,4 @@
-"""Runs that stop early, keep their best model, or go on beyond their end."""
+"""Runs that stop early, keep their best model, or are extended."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_the_best_evaluation():
     assert best(evaluated(3.0, 1.0, 2.0, name="global_mae"), "global_mae") == ("global_mae", 2, 3.0, 2)
     assert best(evaluated(3.0, 1.0, 2.0, name="global_mae"), "-global_mae") == ("global_mae", 4, 1.0, 1)
     assert best(evaluated(0.1, math.nan, None, 0.2), "global_accuracy") == ("global_accuracy", 8, 0.2, 0)
-    with pytest.raises(SettingError, match="an evaluation has no recall; there are sparsity, global_accuracy"):
+    with pytest.raises(SettingError, match="evaluations have no recall; they have sparsity, global_accuracy"):
         best(evaluated(0.1), "recall")
 
 
@@ -136,5 +136,5 @@ def test_impossible_settings_are_refused(small_task):
         with pytest.raises(SettingError, match="needs test examples"):
             fedprior.run(unjudged, "fedavg", **setting)
     assert fedprior.run(unjudged, "fedavg", keep="best", by="sparsity").best is not None
-    with pytest.raises(SettingError, match="by=recall: an evaluation has no recall; there are "):
+    with pytest.raises(SettingError, match="by=recall: evaluations have no recall; they have "):
         fedprior.run(small_task(), "fedavg", patience=1, by="recall")

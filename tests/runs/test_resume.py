@@ -403,7 +403,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint(diverging_task, small_tas
     tensors = safetensors.torch.load_file(folder / "checkpoint.safetensors")
     assert all(value.isfinite().all() for name, value in tensors.items() if name.startswith("server/"))
     assert read_run(folder).trouble.startswith("client 1 diverged in round 4")
-    # With that client's data mended, the run goes on from there.
+    # With that client's data repaired, the run continues from there.
     assert fedprior.resume(folder, task=small_task((4, 4, 4))).summary["rounds"] == 9
     assert not (folder / "diverged.txt").exists()
 

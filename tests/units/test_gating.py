@@ -337,7 +337,7 @@ def test_a_floor_below_one_is_refused(least):
         UnitGating(find_structure(LeNet5(1, 16, 4), torch.randn(1, 16, 16)), floor=least)
 
 
-# ---------------------------------------------------------------------- one gate a weight
+# ---------------------------------------------------------------------- one gate per weight
 
 SHAPES = {"conv": (3, 2, 2, 2), "fc": (2, 5), "bias": (5,), "scale": ()}
 

@@ -407,7 +407,7 @@ def test_gates_that_the_model_does_not_have_are_refused(bit):
         decode(forge(layout, bytes(body)), layout)
 
 
-# ---------------------------------------------------------------------- numbers that are none
+# ---------------------------------------------------------------------- numbers that are not finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -459,6 +459,8 @@ class Allocations(TorchDispatchMode):
 
 def memory_of_refusal(data: bytes, layout: Layout) -> int:
     """Bytes that NumPy held at most plus all that torch made until `data` was refused."""
+    with Allocations():  # the first use imports a large part of torch
+        torch.ones(1)
     tracemalloc.start()
     try:
         with Allocations() as made, pytest.raises(WireError):

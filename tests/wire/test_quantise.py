@@ -208,7 +208,7 @@ def test_changes_smaller_than_a_step_accumulate():
 
 
 def test_removed_numbers_do_not_affect_scales():
-    """Neither in a row's scale nor in its codes, be it a number that is none."""
+    """Neither a row's scale nor its codes depend on them, even on NaN."""
     gating = WeightGating({"w": (2, 3)})
     chosen = Layout({"weights": Section({"w": (2, 3)}, gating.mask)}, {"w": (2, 3)}, precision="int8")
     gates = {"w": torch.tensor([[1.0, 1, 0], [0, 0, 0]])}

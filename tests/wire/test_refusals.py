@@ -143,7 +143,7 @@ def read(data: memoryview, levels: int, columns: int = 2) -> list[int]:
 
 
 def test_an_impossible_width_is_refused() -> None:
-    """Seven has widths 0, 1 and 2; with one more, eight bits of zeros would be read as two zeros all the same."""
+    """Seven has widths 0, 1 and 2; with one more, eight zero bits would still be read as two zeros."""
     assert read(table(0, "00"), 7) == [0, 0]
     for levels, widths in ((7, 3), (127, 7)):
         for k in range(8):

@@ -42,7 +42,7 @@ def layout_of(name, precision, entropy=False, dtype=torch.float32):
 
 
 def example(name, precision, entropy=False, dtype=torch.float32, seed=0, spread=1.0):
-    """A rounded message with some gates closed; a small spread beside one large entry a tensor has small codes."""
+    """A rounded message with some gates closed; a small spread beside one large entry gives small codes."""
     layout = layout_of(name, precision, entropy, dtype)
     gates, numbers = sizes(layout)
     draw = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def test_a_rounded_message_survives_the_round_trip(name, precision, entropy, see
 @pytest.mark.parametrize("precision", ROUNDED)
 @pytest.mark.parametrize("name", NAMES)
 def test_without_entropy_coding_a_message_costs_its_survivors(name, precision):
-    """Counted by hand: bits an entry, four bytes a unit that has one, thresholds in full."""
+    """Counted by hand: bits per entry, four bytes per unit with a scale, thresholds in full."""
     coded, layout = example(name, precision)
     kept = survivors(name, coded.get("gates", {}))
     entries = sum(int(mask.sum()) for mask in kept["weights"].values())

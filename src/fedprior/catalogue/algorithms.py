@@ -170,7 +170,7 @@ def narrow(
 ) -> Algorithm:
     """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
 
-    The size is a sparsity or a number of parameters at most; half of the network where neither is said.
+    The size is a sparsity or a number of parameters at most; half of the network if neither is given.
     """
     gating = options.gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
@@ -204,7 +204,9 @@ def _weights_only(
 
 def _correction(scaffold: bool, local: Optimiser) -> Correction:
     if scaffold and local.name != "SGD":
-        raise SettingError(f"SCAFFOLD reads gradients off what SGD has moved; the local optimiser is {local}")
+        raise SettingError(
+            f"SCAFFOLD derives gradients from the steps of plain SGD, but the local optimiser is {local}"
+        )
     return Scaffold() if scaffold else Correction()
 
 
@@ -281,8 +283,8 @@ def check_sized(name: str) -> None:
     """Refuse a size where the gates are learned and λ₀ says how many close."""
     if "lambda0" in options_of(entry(name).build):
         raise SettingError(
-            f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; for a size "
-            f"take {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
+            f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; to ask for a "
+            f"size, use {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
         )
 
 
@@ -319,7 +321,7 @@ def asked_algorithm(
     A setting without effect is refused if it was asked for.
     """
     if not isinstance(network, Network):
-        raise SettingError(f"an algorithm is built for a Network, as task.network; got {described(network)}")
+        raise SettingError(f"an algorithm is built for a Network, such as task.network; got {described(network)}")
     known, chosen = options_of(entry(name).build), {**usual, **settings}
     asked = {key: known[key] for key in settings if key in known}
     check_effect(asked, algorithm_settings(name, chosen), network=network)

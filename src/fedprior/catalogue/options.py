@@ -49,9 +49,7 @@ def drawn_kinds(gates: Gating) -> dict[str, str]:
 
 # ---------------------------------------------------------------------- settings without effect, and why
 def _not_of_weights(chosen: Any) -> str:
-    return (
-        "" if getattr(chosen, "structured", True) else "it is about units, and here every weight has a gate of its own"
-    )
+    return "" if getattr(chosen, "structured", True) else "it concerns units, but here every weight has its own gate"
 
 
 def _rates(chosen: Any) -> Mapping[str, str]:
@@ -105,22 +103,22 @@ Average = Annotated[bool, About("whether the server ships the average of its las
 Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
 Components = Annotated[int, About("K, the number of models that the server has")]
 Spread = Annotated[float, About("how far apart the components start; 1: as initialisations do", idle=_one_component)]
-Strength = Annotated[float, About("of the group lasso, and the threshold of both sides")]
+Strength = Annotated[float, About("the strength of the group lasso, and the threshold on both sides")]
 ConvRate = Annotated[float, _rate("conv_rate", "convolution between its input and its output", "a filter")]
 LinearRate = Annotated[float, _rate("linear_rate", "linear layer between its input and its output", "a neuron")]
 InputRate = Annotated[float, _rate("input_rate", "layer that reads the input", "a unit that reads the input")]
-OutputRate = Annotated[float, About("the same of a unit of the output")]
-Noise = Annotated[bool, About("whether clients have dropout of the same rates besides", idle=_nothing_dropped)]
-Structured = Annotated[bool, About("whether a gate is of a unit, or of a single weight")]
+OutputRate = Annotated[float, About("the same for a unit of the output")]
+Noise = Annotated[bool, About("whether clients also use dropout, at the same rates", idle=_nothing_dropped)]
+Structured = Annotated[bool, About("whether each gate is on a unit, or on a single weight")]
 GateOutput = Annotated[bool, About("whether units of the output have gates", idle=_not_of_weights)]
 LinearGates = Annotated[
     str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_not_of_weights)
 ]
 Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
-Floor = Annotated[int, About("how many gates of a layer stay open at least")]
+Floor = Annotated[int, About("the least number of open gates in a layer")]
 Lambda0 = Annotated[float, About("λ₀, what an active parameter costs")]
-CrossEntropy = Annotated[float, About("κ, how much a client's gates heed the server's")]
-Temperature = Annotated[float, About("T of the gates' probabilities")]
+CrossEntropy = Annotated[float, About("κ, how strongly the server's gates pull a client's")]
+Temperature = Annotated[float, About("T, the temperature of the gates' probabilities")]
 ThetaStart = Annotated[float, About("the gates' probability at the start")]
 PruneBelow = Annotated[float, About("the probability below which a gate is closed")]
 DenseRounds = Annotated[int, About("rounds before the first gate closes")]
@@ -138,12 +136,12 @@ Relaxation = Annotated[
 LocalThresholdOptimiser = Annotated[Optimiser, About("the clients' optimiser of thresholds")]
 ServerThresholdOptimiser = Annotated[Optimiser, About("the server's optimiser of thresholds", idle=_solved)]
 Sparsity = Annotated[
-    float | None, About("the share of parameters to be gone", unsaid="0.5 without max_parameters", idle=_said_twice)
+    float | None, About("the share of parameters to remove", unsaid="0.5 without max_parameters", idle=_said_twice)
 ]
-MaxParameters = Annotated[int | None, About("how many parameters there may be at most")]
+MaxParameters = Annotated[int | None, About("the largest number of parameters")]
 LaterDenseRounds = Annotated[int | None, About("rounds before the first gate closes", unsaid="0; of single weights 20")]
 Shrink = Annotated[
-    float | None, About("the most of the network that goes in a round", unsaid="1; after dense rounds 0.05")
+    float | None, About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05")
 ]
 DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
 DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]
@@ -161,8 +159,8 @@ def _of_partitions(*names: str) -> Any:
 
 Clients = Annotated[int, About("how many clients there are")]
 Alpha = Annotated[float, About("α of Dirichlet(α), by which classes are divided; small: each client has few")]
-Init = Annotated[str, About("how weights begin: `default`, as torch does, `glorot` or `he`")]
-DataDir = Annotated[str, About("a folder with the data sets as the Hugging Face Hub lays them out", machine=True)]
+Init = Annotated[str, About("how weights are initialised: `default`, as torch does, `glorot` or `he`")]
+DataDir = Annotated[str, About("a folder with the data sets in the Hugging Face Hub's layout", machine=True)]
 Validation = Annotated[bool, About("whether a part of the training set takes the place of the test set")]
 Pixels = Annotated[str, About("how images are scaled")]
 PartitionSeed = Annotated[int | None, About("the seed of the partition", unsaid="the run's")]

@@ -1,9 +1,6 @@
 """Options that several commands share, and how to read their values."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import wraps
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,18 +121,3 @@ class Asked:
     def run(self) -> dict[str, Any]:
         """The settings of the run that have an option."""
         return given(seed=self.seed, device=self.device, rounds=self.rounds, clients_per_round=self.clients_per_round)
-
-
-def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `Asked` in place of its last parameter: typer reads a command's signature."""
-
-    @wraps(command)
-    def called(**options: Any) -> None:
-        command(asked=Asked(**{one.name: options.pop(one.name) for one in fields(Asked)}), **options)
-
-    *own, _ = inspect.signature(command).parameters.values()
-    shared = list(inspect.signature(Asked).parameters.values())
-    # Neither a parameter nor a field may have a list as its default, but typer wants one.
-    shared = [one.replace(default=[]) if one.name == "set_" else one for one in shared]
-    called.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    return called

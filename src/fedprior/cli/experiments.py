@@ -42,7 +42,7 @@ def reproduce_command(
     table_only: Annotated[
         bool, typer.Option("--table-only", help="Train nothing; make the table and figures of existing runs.")
     ] = False,
-    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+    set_: Set = [],  # noqa: B006  # typer reads the default, and nothing changes it
 ) -> None:
     """Reproduce an experiment of the paper: runs, a table next to the paper's, figures. Run it again to continue."""
     from fedprior_experiments.reproduce import read_seeds, reproduce
@@ -66,7 +66,7 @@ def frontier_command(
     data_dir: DataDir = None,
     beside: Annotated[Path | None, typer.Option(help="A folder of finished runs of the task to show as well.")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
-    set_: Set = [],  # noqa: B006  # typer reads the default, nobody changes it
+    set_: Set = [],  # noqa: B006  # typer reads the default, and nothing changes it
 ) -> None:
     """Plot accuracy against bytes: FedNarrow for every sparsity × precision, others, and the Pareto front.
 

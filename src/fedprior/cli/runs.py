@@ -1,5 +1,9 @@
 """The commands that train: `run`, `compare`, `sweep`, `resume`."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +21,6 @@ from fedprior.cli.arguments import (
     names_in,
     pairs,
     seeds_in,
-    with_shared_options,
 )
 from fedprior.cli.terminal import bar, conclude, console, name_diverged
 from fedprior.core.errors import DivergedError, SettingError
@@ -26,6 +29,21 @@ if TYPE_CHECKING:
     from fedprior.em import Algorithm
     from fedprior.runs.asked import Parts
     from fedprior.runs.drive import Result
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Asked` in place of its last parameter: typer reads a command's signature."""
+
+    @wraps(command)
+    def called(**options: Any) -> None:
+        command(asked=Asked(**{one.name: options.pop(one.name) for one in fields(Asked)}), **options)
+
+    *own, _ = inspect.signature(command).parameters.values()
+    shared = list(inspect.signature(Asked).parameters.values())
+    # Neither a parameter nor a field may have a list as its default, but typer wants one.
+    shared = [one.replace(default=[]) if one.name == "set_" else one for one in shared]
+    called.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    return called
 
 
 @with_shared_options

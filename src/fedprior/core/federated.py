@@ -141,7 +141,7 @@ class FederatedData:
         if bool(wrong.any()):
             raise DataError(
                 f"client {shards.owner(wrong)} has the {what} label {int(labels[wrong][0])}, "
-                f"but labels run from 0 to {self.classes - 1}"
+                f"but labels must lie between 0 and {self.classes - 1}"
             )
 
     @property

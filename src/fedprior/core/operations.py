@@ -40,7 +40,7 @@ class Operation(Generic[P, R]):
         return self.plain(*args, **kwargs)
 
     def register(self, fast: Callable[P, R], usable: Callable[..., bool]) -> None:
-        """Call `fast` instead wherever `usable`, which gets the same arguments, says so."""
+        """Call `fast` instead if `usable`, which gets the same arguments, returns true."""
         self.fast, self.usable = fast, usable
 
     def __reduce__(self) -> str:

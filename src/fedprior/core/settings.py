@@ -44,7 +44,7 @@ def _without_norms(run: Any) -> str:
 
 def _not_reported(run: Any) -> str:
     if run.statistics == "local" and run.report_statistics == "final":
-        return "with statistics=local a client keeps those of its final model in any case"
+        return "with statistics=local a client always keeps those of its final model"
     none = "with statistics=batch there are none to report" if run.statistics == "batch" else ""
     return _without_norms(run) or none
 
@@ -82,7 +82,7 @@ def _unjudged(run: Any) -> str:
     return (
         ""
         if run.tested or own
-        else "it needs test examples, (x, y, test_x, test_y) a client; there are none to judge by"
+        else "it needs test examples, (x, y, test_x, test_y) for each client, and there are none"
     )
 
 
@@ -93,7 +93,7 @@ def _nothing_judged(run: Any) -> str:
 def _nobody(run: Any) -> str:
     if run.attack == "none":
         return f"there is no attack; give attack={either(ATTACKS)}"
-    return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is nobody; give a larger share"
+    return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is none; give a larger share"
 
 
 def _unused_attack(run: Any) -> str:
@@ -112,7 +112,8 @@ class Settings:
     epochs: Annotated[int, About("passes over a client's examples in a round", least=1, idle=_overruled)] = 1
     local_steps: Annotated[int | None, About("this many batches in a round instead of epochs", least=1)] = None
     evaluate_every: Annotated[
-        int, About("rounds between evaluations of the server; the last is evaluated in any case", least=1, extends=True)
+        int,
+        About("rounds between evaluations of the server; the last round is always evaluated", least=1, extends=True),
     ] = 5
     checkpoint_every: Annotated[
         int | None,
@@ -142,7 +143,7 @@ class Settings:
     arithmetic: Annotated[
         str,
         About(
-            "how a GPU multiplies: `tf32`, convolutions and products of matrices on its tensor cores with 10 bits of "
+            "how a GPU multiplies: `tf32`, convolutions and matrix products on its tensor cores with 10 bits of "
             "mantissa, sums in single precision, or `float32`, single precision throughout; nothing changes on a CPU "
             "or in double precision",
             ("tf32", "float32"),
@@ -163,8 +164,8 @@ class Settings:
     wire: Annotated[
         str,
         About(
-            "precision of messages: `float32`, `float16`, `bfloat16`, `int8`, `int4`, or `DOWN/UP` as in `int8/int4`: "
-            "[wire.md](wire.md#precision)"
+            "precision of messages: `float32`, `float16`, `bfloat16`, `int8`, `int4`, or `DOWN/UP` such as "
+            "`int8/int4`: [wire.md](wire.md#precision)"
         ),
     ] = "float32"
     entropy: Annotated[
@@ -202,8 +203,8 @@ class Settings:
     statistics: Annotated[
         str,
         About(
-            "of a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
-            "client, `batch`: there are none but those of the batch at hand: [batchnorm.md](batchnorm.md)",
+            "for a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
+            "client; `batch`: only the current batch's are used: [batchnorm.md](batchnorm.md)",
             ("shared", "local", "batch"),
             idle=_without_norms,
         ),
@@ -269,7 +270,7 @@ class Settings:
         return Rates(self.lr_schedule, self.server_lr_schedule, self.rounds)
 
     def recorded(self) -> dict[str, Any]:
-        """What a run's config says; it leaves out settings that are none."""
+        """What a run's config says; settings that are None are left out."""
         return {name: plain(value) for name, value in asdict(self).items() if value is not None}
 
 

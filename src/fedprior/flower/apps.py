@@ -132,7 +132,9 @@ def _new_folder(job: Job, out: str) -> RunFolder:
     name = f"flower-{job.task}-{job.algorithm.name}-{job.settings.seed}"
     folder = RunFolder(Path(out) if out else unused_folder(Path("runs") / name))
     if folder.config.exists():
-        raise RunError(f"{folder.path} exists; go on with it by resume instead of out, or choose another folder")
+        raise RunError(
+            f"{folder.path} exists already: continue it with resume instead of out, or choose another folder"
+        )
     folder.check_unused()
     return folder
 
@@ -142,9 +144,9 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     found, now = folder.read_config(), job.config()
     run = str(found.get("flower", {}).get("run", ""))
     if not run:
-        raise RunError(f"{folder.path} is not a run of Flower; `fedprior resume {folder.path}` resumes a simulation")
+        raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
     for key, was, value in differences(found, now, EXTENDS | MACHINE, whole=True):
-        raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it as it was")
+        raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it without this change")
     server = Server.new(job, run)
     # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])

@@ -113,7 +113,7 @@ def _rounds(
 
 
 def _check(federation: Loopback, run: str, deadline: float) -> None:
-    """Raise an error if a process or the run has ended or time is up, so that nobody waits in vain."""
+    """Raise an error if a process or the run has ended or time is up, instead of waiting in vain."""
     for name, process in federation.processes.items():
         if process.poll() is not None:
             raise RunError(f"{name} has ended; see {federation.folder / name}.log")

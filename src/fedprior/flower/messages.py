@@ -45,7 +45,7 @@ def numbers(content: RecordDict) -> dict[str, Any]:
     """Return a client's numbers, unchecked."""
     found = content.metric_records.get(NUMBERS)
     if found is None:
-        raise WireError("the reply has no numbers")
+        raise WireError("the reply has no metrics")
     return dict(found)
 
 
@@ -63,7 +63,7 @@ def read_answer(content: RecordDict, client: int, server: Server, turn: Round, l
     if about.get("client") != client:
         raise WireError(f"the reply is from client {_short(about.get('client'))}, the node is client {client}")
     if about.get("round") != turn.number:
-        raise WireError(f"the reply is of round {_short(about.get('round'))}, expected {turn.number}")
+        raise WireError(f"the reply is for round {_short(about.get('round'))}, expected {turn.number}")
     examples = _examples(about, limits)
     loss, tested = about.get("loss"), about.get("tested")
     if not isinstance(loss, float) or not math.isfinite(loss):
@@ -91,7 +91,7 @@ def _scores(about: dict[str, Any], server: Server) -> dict[str, float]:
     found = {name: about[f"local_{name}"] for name in server.scores if f"local_{name}" in about}
     for name, value in found.items():
         if not isinstance(value, float) or not math.isfinite(value) or (name == "accuracy" and not 0 <= value <= 1):
-            raise WireError(f"the reply's {name} on its test examples makes no sense")
+            raise WireError(f"the reply's {name} on its test examples is impossible")
     return found
 
 
@@ -128,7 +128,7 @@ def _unwrap(content: RecordDict) -> bytes:
         raise WireError("the message does not hold exactly one array")
     array = records[WIRE][ARRAY]
     if (array.dtype, array.stype, tuple(array.shape)) != ("uint8", "raw", (len(array.data),)):
-        raise WireError("the message's array is not one of raw bytes")
+        raise WireError("the message's array does not hold raw bytes")
     return bytes(array.data)
 
 

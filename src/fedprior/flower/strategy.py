@@ -92,7 +92,7 @@ class HardEM(Strategy):
             log.warning("round %d has %d good replies of at least %d", number, len(self.good), self.min_replies)
         raise RunError(
             f"round {number} had {len(self.good)} good replies after {self.limits.attempts} attempts, "
-            f"{self.min_replies} are needed. The state before it is kept: mend the nodes and start again with resume="
+            f"{self.min_replies} are needed. The state before it is kept: repair the nodes and start again with resume="
         )
 
     def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
@@ -127,7 +127,7 @@ class HardEM(Strategy):
                 return
             if time.monotonic() > deadline:
                 if there >= self.min_replies:
-                    log.warning("going on with %d clients, after waiting for %d", there, least)
+                    log.warning("continuing with %d clients after waiting for %d", there, least)
                     return
                 raise RunError(
                     f"only {there} clients have connected in {self.limits.start_seconds:g} s, "
@@ -203,9 +203,9 @@ class HardEM(Strategy):
             try:
                 self.turn.bytes_up += messages.payload_bytes(reply)
                 if name not in expected or client is None:
-                    raise WireError("a reply that nobody asked for")
+                    raise WireError("a reply that was not requested")
                 if name in answered:
-                    raise WireError("a second reply to one message")
+                    raise WireError("a second reply to the same message")
                 answered.add(name)
                 found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
             except Exception as error:  # whatever a foreign machine sends, the round goes on with the others

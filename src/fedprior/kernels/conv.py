@@ -150,32 +150,13 @@ def _contract(
     grid = (cdiv(positions, tile.positions) * cdiv(channels, tile.outputs) * clients,)
     with target(source):
         contract_kernel[grid](
-            source,
-            weight,
-            source if bias is None else bias,
-            out,
-            source.stride(0),
-            weight.stride(0),
-            0 if bias is None else bias.stride(0),
-            positions,
-            *sizes,
-            channels,
-            *to,
-            *g.kernel,
-            *g.stride,
-            *g.padding,
-            TRANSPOSED=transposed,
-            BIAS=bias is not None,
-            PRECISION=precision(),
-            SWAP=tile.swap,
-            LAST=tile.last,
-            UNROLL=tile.unroll,
-            BO=tile.outputs,
-            BM=tile.positions,
-            BK=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            source, weight, source if bias is None else bias, out,
+            source.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+            positions, *sizes, channels, *to, *g.kernel, *g.stride, *g.padding,
+            TRANSPOSED=transposed, BIAS=bias is not None, PRECISION=precision(), SWAP=tile.swap, LAST=tile.last,
+            UNROLL=tile.unroll, BO=tile.outputs, BM=tile.positions, BK=tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
 def grad_weight(
@@ -196,38 +177,14 @@ def grad_weight(
     grid = (cdiv(depth, tile.depth) * cdiv(outputs, tile.outputs) * tile.splits * clients,)
     with target(x):
         weight_kernel[grid](
-            x,
-            grad,
-            partial,
-            x.stride(0),
-            grad.stride(0),
-            positions,
-            share,
-            *x.shape[2:],
-            outputs,
-            *to,
-            *kernel,
-            *stride,
-            *padding,
-            PRECISION=precision(),
-            SWAP=tile.swap,
-            SPLITS=tile.splits,
-            BO=tile.outputs,
-            BM=tile.positions,
-            BK=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            x, grad, partial, x.stride(0), grad.stride(0),
+            positions, share, *x.shape[2:], outputs, *to, *kernel, *stride, *padding,
+            PRECISION=precision(), SWAP=tile.swap, SPLITS=tile.splits, BO=tile.outputs, BM=tile.positions,
+            BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
         block = max(32, 4096 // tile.splits) if tile.splits > 4 else 512
         reduce_kernel[row_grid(clients, size, block)](
-            partial,
-            weight,
-            inputs,
-            outputs,
-            prod(kernel),
-            SPLITS=tile.splits,
-            BLOCK=block,
-            num_warps=4,
+            partial, weight, inputs, outputs, prod(kernel), SPLITS=tile.splits, BLOCK=block, num_warps=4
         )
     # Not in the kernel: with one more use of the gradient there, Triton 3.6 gave wrong products on an H200.
     return weight, grad.sum((1, 3, 4)) if bias else x.new_empty(clients, 0)

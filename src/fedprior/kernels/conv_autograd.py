@@ -1,7 +1,7 @@
 """The batched convolution as differentiable functions that `torch.func` can batch and differentiate again.
 
 Under `vmap` the batch dimension folds into the clients' dimension, so any nesting of `vmap` and `grad` ends in one
-launch. A gradient that nobody asks for (the first layer's input) is not computed.
+launch. A gradient that is not needed (of the first layer's input) is not computed.
 """
 
 from typing import Any

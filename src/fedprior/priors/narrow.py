@@ -103,7 +103,7 @@ class Narrow(GlobalGates):
         number = next(n for n in itertools.count(rounds) if self.settled(n))
         return [
             f"sparsity {self.sparsity:g} would be met in round {number} with dense_rounds={self.dense_rounds} and "
-            f"shrink={self.shrink:g}, but there are {rounds}: have more rounds, or leave both out"
+            f"shrink={self.shrink:g}, but there are {rounds}: use more rounds, or leave both out"
         ]
 
     def settled(self, round_number: int) -> bool:

@@ -58,7 +58,7 @@ it, on its own. Bytes are those of the messages, both directions.</p>
 <section id="units-section">
 <h2>Units, layer by layer</h2>
 <p class="soft">A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than
-the server's step shrank its weights; by the step: the other way round, so that nobody voted for it.</p>
+the server's step shrank its weights; by the step: the other way round, so no client voted for it.</p>
 <div class="grid" id="units"></div>
 {units}
 </section>
@@ -139,7 +139,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     devices = ", ".join(sorted({str(run.summary["device"]) for run in runs if run.summary and "device" in run.summary}))
     clients = {len(run.partition.train) for run in runs if run.partition}
     of = f" of {span(clients)}" if clients else ""
-    cohort = f"{span(cohorts)}{of} clients a round" if cohorts else ""
+    cohort = f"{span(cohorts)}{of} clients per round" if cohorts else ""
     parts = [counted(rounds, "round"), cohort, f"seed {span(run.seed for run in runs)}", devices]
     return " · ".join(part for part in parts if part)
 
@@ -149,7 +149,7 @@ def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
     lines = [f"{b.path}: {b.reason}" for b in broken]
     for run in runs:
         if not run.finished:
-            why = run.trouble or "still running, or stopped (fedprior resume goes on)"
+            why = run.trouble or "still running, or stopped (fedprior resume continues it)"
             lines.append(f"{run.path}: round {len(run.rounds)} of {run.planned}: {why}")
     if not lines:
         return ""

@@ -52,7 +52,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_about(run: Mapping[str, Any]) -> None:
-    """Refuse a config that does not identify its run; whoever resumes a run checks all its settings."""
+    """Refuse a config that does not identify its run; resuming a run checks all its settings."""
     for key, kind in {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}.items():
         if not isinstance(run.get(key), kind):
             raise ValueError(f"config.toml has no {key} of a run")
@@ -110,7 +110,7 @@ def read_partition(folder: Path) -> Partition | None:
         held = json.loads(path.read_text(encoding="utf-8"))
         train, test = (np.array(held[name], np.int64) for name in ("train", "test"))
         if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
-            raise ValueError("counts are not one row a client, one column a class")
+            raise ValueError("counts do not have one row per client and one column per class")
         return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"partition.json is damaged: {error}") from error

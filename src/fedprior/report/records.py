@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def gib(self) -> np.ndarray:
-        """GiB sent in both directions up to and including each round, whoever sent them."""
+        """GiB sent in both directions up to and including each round, by server and clients."""
         return np.cumsum([r["bytes_up"] + r["bytes_down"] for r in self.rounds]) / GIB
 
     def series(self, name: str) -> dict[int, float]:
@@ -215,7 +215,7 @@ def read_run(path: Path | str) -> Run | Broken:
         config, rounds, summary = read_config(path), read_rounds(path), read_summary(path)
         check_about(config["run"])
         if summary is not None and len(rounds) < summary["rounds"]:
-            raise ValueError(f"summary.json tells of {summary['rounds']} rounds, rounds.jsonl holds {len(rounds)}")
+            raise ValueError(f"summary.json says {summary['rounds']} rounds, but rounds.jsonl holds {len(rounds)}")
         trouble = read_trouble(path) if summary is None else ""
         return Run(path, config, rounds, summary, read_partition(path), trouble)
     except OSError as error:

@@ -30,7 +30,7 @@ def read_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]i?|Ki|)B\s*", text)
     if not match or match[2] not in UNITS:
-        raise SettingError(f"a budget is a number of bytes as in 5GiB or 800MB, got {text!r}")
+        raise SettingError(f"a budget is a number of bytes, such as 5GiB or 800MB, got {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
 
 
@@ -48,8 +48,8 @@ def sparsity_for(
     high = most
     if (least := run_bytes(build(most), network, settings, clients)) > budget:
         raise SettingError(
-            f"a budget of {budget:,} bytes is too small: the smallest network there is sends {least:,} in "
-            f"{counted(settings.rounds, 'round')}; have fewer rounds or a coarser --wire"
+            f"a budget of {budget:,} bytes is too small: the smallest possible network sends {least:,} in "
+            f"{counted(settings.rounds, 'round')}; use fewer rounds or a coarser --wire"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2

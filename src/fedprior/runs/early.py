@@ -49,7 +49,7 @@ def _field(record: Record, by: str) -> tuple[str, float]:
     name = by.removeprefix("-")
     if name not in record:
         numbers = [key for key, value in record.items() if isinstance(value, float) and "/" not in key]
-        raise SettingError(f"by={by}: an evaluation has no {name}; there are {', '.join(numbers)}")
+        raise SettingError(f"by={by}: evaluations have no {name}; they have {', '.join(numbers)}")
     return name, -1.0 if by != name or "loss" in name or "error" in name else 1.0
 
 

@@ -107,7 +107,7 @@ def check_data(folder: RunFolder, task: Task) -> str:
     if recorded != partition:
         raise RunError(
             f"{folder.path} was trained on the partition {recorded}, not on {partition}: the data or task has changed "
-            "(pass the task it had, task=…)"
+            "(pass its original task, task=…)"
         )
     return partition
 
@@ -185,7 +185,7 @@ def _check_algorithm(folder: RunFolder, algorithm: Algorithm, name: str) -> None
         if recorded.get(key) != now.get(key):
             raise RunError(
                 f"{folder.path} was trained with {key} = {recorded.get(key)}, not {now.get(key)}: "
-                "pass the algorithm that it had (algorithm=…)"
+                "pass its original algorithm (algorithm=…)"
             )
 
 
@@ -219,7 +219,7 @@ def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str,
         return dict(settings)
     if any(settings.get(key, "none") != "none" for key in SIZES):
         raise RunError(
-            f"{folder.path} is from a version in which fedsparse with a size was today's fednarrow: open "
+            f"{folder.path} is from a version in which today's fednarrow was fedsparse with a size: open "
             "it with the fedprior that made it, or train it again with --algorithm fednarrow"
         )
     dense = 0 if settings.get("dense_rounds") == "none" else settings.get("dense_rounds", 0)

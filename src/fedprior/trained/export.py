@@ -99,7 +99,7 @@ def _restored(
         sim.round = found.round if found else len(records)
         return about, task.scale, sim, _with_weights(kept, task.network.module, sim.measures.class_dim)
     if not folder.checkpoint.exists():
-        raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no state of the server to start from")
+        raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no server state to start from")
     checkpoint.load(folder.checkpoint, sim)
     return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
@@ -157,7 +157,7 @@ def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> 
         whole = Ensemble([copy.deepcopy(module) for _ in numbers], class_dim)
     whole = with_values(whole, weights)
     if {name: p.shape for name, p in learned(whole).items()} != {name: value.shape for name, value in weights.items()}:
-        raise RunError(f"{path} belongs to another network than its config.toml says")
+        raise RunError(f"{path} belongs to another network than that of its config.toml")
     return whole
 
 

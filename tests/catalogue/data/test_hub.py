@@ -183,7 +183,7 @@ def test_half_an_npz_says_what_to_delete(tmp_path: Path) -> None:
         ({"train_label": np.zeros((8, 1), int)}, "train_label must have one entry per image"),
         ({"test_label": np.full(4, 0.5)}, "test_label must be whole numbers of at least 0, got float64"),
         ({"test_label": np.full(4, -1)}, "test_label must be whole numbers of at least 0"),
-        ({"test_label": np.full(4, 10)}, "test label 10, but labels run from 0 to 9"),
+        ({"test_label": np.full(4, 10)}, "test label 10, but labels must lie between 0 and 9"),
         ({"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)}, "must have one entry"),
     ],
 )
@@ -308,7 +308,7 @@ def test_images_are_resized_and_get_the_channels_of_the_others(tmp_path: Path) -
     ("change", "match"),
     [
         ({"dataset": ""}, "--set dataset=zalando-datasets/fashion_mnist"),
-        ({"dataset": "../../etc"}, "name a set of the Hub"),
+        ({"dataset": "../../etc"}, "name a data set of the Hub"),
         ({"dataset": "shop/hats"}, "--data-dir must hold shop/hats in the Hub's layout"),
         ({"image": "img"}, "no column img in its split 'train'; it has picture, kind"),
         ({"label": "class"}, "no column class in its split 'train'; it has picture, kind"),

@@ -1,5 +1,7 @@
 """The smaller network computes what the masked one does, and nothing that could go is still there."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,39 +193,34 @@ def test_aligned_channel_counts_are_multiples_where_convolutions_read_them(name:
     assert size(compact(module, x[0]).module) < size(small.module) < size(module)
 
 
-def test_a_network_that_cannot_be_analysed_stays_whole_and_says_why() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, 2)
+class Hidden(nn.Module):
+    """Two linear layers with a function of the hidden units in between."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(torch.cos(self.fc1(x)))  # cos(0) is 1: a closed unit still speaks
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.function = nn.Linear(4, 6), nn.Linear(6, 2), function
 
-    module, x = Odd(), torch.randn(3, 4)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.function(self.fc1(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (torch.cos, "'cos'"),  # cos(0) is 1: a closed unit would still have an effect
+        (lambda hidden: torch.relu(hidden) / hidden.size(1), "outputs differ"),
+    ],
+    ids=["cannot be analysed", "depends on its sizes"],
+)
+def test_a_network_that_cannot_shrink_stays_whole_and_says_why(
+    function: Callable[[Tensor], Tensor], words: str
+) -> None:
+    module, x = Hidden(function), torch.randn(3, 4)
     with torch.no_grad():
         module.fc1.weight[2], module.fc1.bias[2] = 0, 0
     small = compact(module, x[0])
     assert size(small.module) == size(module)
-    assert "'cos'" in small.note
-    torch.testing.assert_close(small.module(x), module(x))
-
-
-def test_a_network_that_depends_on_its_sizes_is_noticed() -> None:
-    class BySize(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.relu(self.fc1(x))
-            return self.fc2(h / h.size(1))
-
-    module, x = BySize(), torch.randn(3, 4)
-    with torch.no_grad():
-        module.fc1.weight[2], module.fc1.bias[2] = 0, 0
-    small = compact(module, x[0])
-    assert "outputs differ" in small.note
+    assert words in small.note
     torch.testing.assert_close(small.module(x), module(x))
 
 

@@ -64,7 +64,7 @@ def own_task(
     data = FederatedData.from_clients(clients, classes=labels, min_examples=min_examples)
     network = Network(model, data.x[0], loss, functions)
     if loss is cross_entropy and data.y.is_floating_point():
-        raise DataError("the targets are real numbers; give labels of whole numbers, or a loss of your own")
+        raise DataError("the targets are real numbers; give integer labels, or your own loss")
     _try(network, data)
     data = _with_outputs(network, data, classes)
     data.check(min_examples)
@@ -74,7 +74,7 @@ def own_task(
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """The user's own metrics, by names that a record can have."""
     if not isinstance(metrics, Mapping | None):
-        raise SettingError("metrics are functions by name, as metrics={'mae': lambda outputs, targets: …}")
+        raise SettingError("metrics must be functions by name, such as metrics={'mae': lambda outputs, targets: …}")
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"\w+", name) or name in ("loss", "accuracy", "accuracy_late"):
             raise SettingError(f"a metric needs a name of letters and digits, not loss or accuracy; got {name!r}")
@@ -90,13 +90,13 @@ def _try(network: Network, data: FederatedData) -> None:
     shapes = {_try_loss(network, data, count) for count in (2, 3)}
     if not torch.equal(generator, torch.random.get_rng_state()):
         torch.random.set_rng_state(generator)
-        raise ModelError("the model draws random numbers of its own, which no key controls; only dropout may be random")
+        raise ModelError("the model draws its own random numbers, which no key controls; only dropout may be random")
     if len(shapes) > 1:
-        raise ModelError("the loss gives each example a number for every other: outputs and targets differ in shape")
+        raise ModelError("the loss broadcasts across examples: outputs and targets differ in shape")
     for name, buffer in network.module.named_buffers():
         if not torch.equal(buffer, buffers[name]):
             raise ModelError(
-                f"the model changes its buffer {name!r} while it trains, a state that clients do not share"
+                f"the model changes its buffer {name!r} while it trains, and clients do not share such state"
             )
 
 
@@ -109,13 +109,13 @@ def _try_loss(network: Network, data: FederatedData, count: int) -> torch.Size:
             outputs = network.predict(network.params(), x)
         _check_shapes(network, outputs, y)
         if y.dim() > 1 and network.loss is cross_entropy and with_classes(network, data).classes == 0:
-            raise DataError(f"targets must be classes that the model has logits for, or {IGNORED} where none counts")
+            raise DataError(f"targets must be classes for which the model has logits, or {IGNORED} where none counts")
         losses = network.loss(outputs, y)
         network.training_loss(network.params(), x, y, None, keys.key(0))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
         raise ModelError(f"the model and its loss do not run on {what}: {_line(error)}") from error
     if not isinstance(losses, Tensor) or losses.shape[:1] != (count,):
-        raise ModelError('the loss must give one number an example; torch\'s losses do with reduction="none"')
+        raise ModelError('the loss must give one number per example; torch\'s losses do with reduction="none"')
     for name, metric in network.metrics.items():
         _try_metric(name, metric, outputs, y)
     return losses.shape[1:]
@@ -130,10 +130,10 @@ def _check_shapes(network: Network, outputs: Any, y: Tensor) -> None:
     if network.loss is not cross_entropy or class_dim(outputs, y) is not None:
         return
     if y.dim() > 1 and outputs.dim() == y.dim() + 1 and outputs.shape[1] == outputs.shape[-1] == y.shape[-1]:
-        raise ModelError("sequences as long as there are classes: say which is which by a loss of your own")
+        raise ModelError("sequences are as long as there are classes, so the outputs are ambiguous: give your own loss")
     raise DataError(
-        f"targets have shape {tuple(y.shape[1:])} and outputs {tuple(outputs.shape[1:])}; give one label an example, "
-        "or one a place of a sequence, and two logits or more for each; or a loss of your own"
+        f"targets have shape {tuple(y.shape[1:])} and outputs {tuple(outputs.shape[1:])}; give one label per example, "
+        "or per position of a sequence, with at least two logits for each; or your own loss"
     )
 
 
@@ -141,7 +141,7 @@ def _try_metric(name: str, metric: Metric, outputs: Tensor, y: Tensor) -> None:
     try:
         values = metric(outputs, y)
         if not isinstance(values, Tensor) or values.shape[:1] not in ((), (len(y),)):
-            raise ModelError(f"metric {name!r} must give a tensor: one number an example, or their mean")
+            raise ModelError(f"metric {name!r} must return a tensor: one number per example, or their mean")
         one_each(metric, outputs, y)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise ModelError(f"metric {name!r} cannot be computed with torch for each example: {_line(error)}") from error

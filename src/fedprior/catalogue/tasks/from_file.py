@@ -43,7 +43,7 @@ def file_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     path, _ = _parts(name)
     known, now = _options(_function(name)), _checksum(path)
     if given.get(CHECKSUM, now) != now:
-        raise RunError(f"{path} is not what it was when the run was started; put it back, or pass task=… in Python")
+        raise RunError(f"{path} has changed since the run was started; restore it, or pass task=… in Python")
     for key in given:
         if key not in known and key != CHECKSUM:
             raise nearest(key, known, f"setting of {short(name)}")
@@ -71,7 +71,7 @@ def file_task(name: str, seed: int, given: Mapping[str, Any]) -> tuple[Task, dic
     if not isinstance(made, Task):
         raise SettingError(
             f"{short(name)} of {_parts(name)[0]} returned {described(made)}; "
-            "return a task, as fedprior.own_task(model, clients)"
+            "return a task made by fedprior.own_task(model, clients)"
         )
     return made, options
 
@@ -83,7 +83,7 @@ def _parts(name: str) -> tuple[Path, str]:
     if not path.is_file():
         raise SettingError(f"there is no file {file}")
     if not function.isidentifier():
-        raise SettingError(f"say which function of the file makes the task, as {file}:make_task")
+        raise SettingError(f"name the function that makes the task, such as {file}:make_task")
     return path, function
 
 

@@ -217,13 +217,15 @@ def hub_images(
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided as `partition` says."""
     chosen = _options(locals())
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset):
-        raise SettingError(f"name a set of the Hub, as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}")
+        raise SettingError(
+            f"name a data set of the Hub, such as --set dataset=zalando-datasets/fashion_mnist; got {dataset!r}"
+        )
     if side < 0:
         raise SettingError(f"side must be at least 0, got {side}")
     if partition not in PARTITIONS:
         raise nearest(partition, PARTITIONS, "partition")
     if (partition == "column") != bool(column):
-        raise SettingError("partition=column and column=NAME, the column of users, need each other")
+        raise SettingError("partition=column and column=NAME, the column of users, must be given together")
     splits = (train,) if test == "none" else (train, test)
     columns = {"label": label} | ({"owner": column} if column else {})
     arrays = hub.load(hub.Source(dataset, image, columns, splits, subset, side), data_dir)
