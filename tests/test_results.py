@@ -47,7 +47,7 @@ ONE_SEED = {("cifar100", label) for label in ("fedsparse-low", "fedsparse-mid", 
 """All others have three; docs/reproduction.md says so beside the table."""
 
 
-YOUNGER = {"pixels", "evaluate_every", "norm"}
+YOUNGER = {"pixels", "evaluate_every", "norm", "report_statistics"}
 """Settings that are newer than these records; a note below the table says so."""
 
 
@@ -239,24 +239,39 @@ def test_the_search_by_lambda0_gave_what_the_document_says():
         assert f"| {init} | {gates} | {setting.get('dense_rounds', 0)} | {strength} | {numbers} |" in rows
 
 
-def test_gates_on_inputs_gave_what_the_document_says():
-    rows, outputs = rows_of_the_documents_tables(), groups("cifar10")
-    paper = {method.label: method.paper for method in experiment("cifar10").methods}
+def rows_beside_the_default(name: str, folder: str, setting: dict[str, str]) -> list[str]:
+    """A variant of FedSparse in a line a level: its distance from FedAvg and cost, the default's, and the paper's."""
+    default = groups(name)
+    paper = {method.label: method.paper for method in experiment(name).methods}
     made: dict[str, list[Run]] = {}
-    for run in find_runs(RESULTS / "search" / "inputs").runs:
-        assert run.config["algorithm"]["linear_gates"] == "inputs"
+    for run in find_runs(RESULTS / "search" / folder).runs:
+        assert {key: run.config["algorithm"][key] for key in setting} == setting
         made.setdefault(run.label, []).append(run)
-    fedavg, published = percent(outputs["fedavg"], "global_accuracy"), paper["fedavg"].global_accuracy.mean
+    fedavg, published = percent(default["fedavg"], "global_accuracy"), paper["fedavg"].global_accuracy.mean
+    rows = []
     for level in ("low", "mid", "high"):
         label = f"fedsparse-{level}"
-        inputs, cells = Group("cifar10", label, tuple(made[label])), paper[label]
-        found = [fedavg - percent(inputs, "global_accuracy"), percent(inputs, "local_accuracy")]
-        for group in (inputs, outputs[label]):
-            below = [fedavg - percent(group, "global_accuracy")] if group is not inputs else []
-            found += [*below, group.final("gib").mean, percent(group, "sparsity")]
-        numbers = " | ".join(f"{value:.1f}" for value in found)
+        assert len(made[label]) == 3
+        variant, cells = Group(name, label, tuple(made[label])), paper[label]
+        local = f"{percent(variant, 'local_accuracy'):.1f} | " if folder == "inputs" else ""
+        costs = [f"{g.final('gib').mean:.1f} | {percent(g, 'sparsity'):.1f}" for g in (variant, default[label])]
+        below = [f"{fedavg - percent(g, 'global_accuracy'):.1f}" for g in (variant, default[label])]
         theirs = f"{published - cells.global_accuracy.mean:.1f} | {cells.gib.mean:g} | {cells.sparsity.mean:g}"
-        assert f"| {level} | {numbers} | {theirs} |" in rows
+        rows.append(f"| {level} | {below[0]} | {local}{costs[0]} | {below[1]} | {costs[1]} | {theirs} |")
+    return rows
+
+
+def test_gates_on_inputs_gave_what_the_document_says():
+    document = rows_of_the_documents_tables()
+    for row in rows_beside_the_default("cifar10", "inputs", {"linear_gates": "inputs"}):
+        assert row in document
+
+
+@pytest.mark.parametrize("name", ["cifar10", "femnist"])
+def test_gates_logits_as_location_gave_what_the_document_says(name):
+    document = rows_of_the_documents_tables()
+    for row in rows_beside_the_default(name, f"location/{name}", {"relaxation": "location"}):
+        assert f"| {name.upper()} {row}" in document
 
 
 def test_dropout_of_what_is_kept_gave_what_the_document_says():
