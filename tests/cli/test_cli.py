@@ -198,9 +198,9 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
     assert f"{100 * float(out.split('fednarrow: ')[1].split('%')[0]) / 100:.1f}% sparsity for 20,000 bytes" in out
     for wrong, words in (
         (("--sparsity", "0.5", "--max-parameters", "9"), "set the same thing: use only one"),
-        (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow"),
+        (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow and fedsparse-sized"),
         (("--budget", "much"), "number of bytes"),
-        (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fednarrow"),
+        (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fedsparse-sized, fednarrow"),
         (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many close"),
         (("--algorithm", "fedsparse", "--budget", "1MB"), "use fednarrow"),
         (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "use fednarrow"),

@@ -28,6 +28,8 @@ ROUNDED = [
     "fedmedian",
     "fedmix",
     "fedl1",
+    "fedtopk",
+    "fedpm",
 ]
 
 

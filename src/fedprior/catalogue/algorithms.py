@@ -15,10 +15,22 @@ from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
 from fedprior.core.options import check_effect, convert, nearest, options_of, resolve
 from fedprior.core.settings import RUN_OPTIONS, Settings
-from fedprior.corrections import Correction, Scaffold
+from fedprior.corrections import Correction, Scaffold, TopK
 from fedprior.em import Algorithm
-from fedprior.priors import FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
-from fedprior.units import Gating, UnitGating, find_structure
+from fedprior.priors import (
+    BernoulliMask,
+    FixedGates,
+    Gaussian,
+    GroupLasso,
+    Laplace,
+    Mixture,
+    Narrow,
+    Prior,
+    Sized,
+    SpikeSlab,
+)
+from fedprior.priors.bernoulli_mask import Slab
+from fedprior.units import Gating, UnitGating, WeightGating, find_structure
 
 SGD = Optimiser.preset("SGD", lr=0.05)
 MEAN = Optimiser.preset("SGD", lr=1.0)
@@ -32,10 +44,11 @@ def gaussian(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
     average: options.Average = False,
 ) -> Algorithm:
     """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
-    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, average)
+    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, top_k, average)
 
 
 def laplace(
@@ -45,9 +58,10 @@ def laplace(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
 ) -> Algorithm:
     """A Laplace prior of precision λ; without a server optimiser the M-step is the median, with one a sign gradient."""
-    return _weights_only(Laplace(precision), local_optimiser, server_optimiser, scaffold)
+    return _weights_only(Laplace(precision), local_optimiser, server_optimiser, scaffold, top_k)
 
 
 def mixture(
@@ -59,9 +73,10 @@ def mixture(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
 ) -> Algorithm:
     """A mixture of Gaussians; without a server optimiser the M-step is the responsibility-weighted mean."""
-    return _weights_only(Mixture(components, precision, spread), local_optimiser, server_optimiser, scaffold)
+    return _weights_only(Mixture(components, precision, spread), local_optimiser, server_optimiser, scaffold, top_k)
 
 
 def fixed_gates(
@@ -78,6 +93,7 @@ def fixed_gates(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
     average: options.Average = False,
 ) -> Algorithm:
     """Gates with fixed dropout rates; a layer that reads the input or feeds the output has a rate of its own."""
@@ -85,7 +101,7 @@ def fixed_gates(
     given = {"conv_rate": conv_rate, "linear_rate": linear_rate, "input_rate": input_rate, "output_rate": output_rate}
     rates = {layer: given[name] for layer, name in options.rate_names(structure).items()}
     prior = FixedGates(UnitGating(structure, floor=floor), rates, precision, noise)
-    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, top_k, average)
 
 
 def group_lasso(
@@ -99,10 +115,11 @@ def group_lasso(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
 ) -> Algorithm:
     """Group lasso at the client, with its strength as the threshold of both sides."""
     prior = GroupLasso(options.gating(network, True, gate_output, linear_gates, ungated, floor), strength)
-    return _weights_only(prior, local_optimiser, server_optimiser, scaffold)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, top_k)
 
 
 def spike_slab(
@@ -128,6 +145,7 @@ def spike_slab(
     server_optimiser: options.ServerOptimiser = MEAN,
     server_threshold_optimiser: options.ServerThresholdOptimiser = Optimiser.preset("Adamax", lr=1e-2),
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
 ) -> Algorithm:
     """A spike-and-slab prior over units or, if not structured, over weights; no server optimiser: the closed form."""
     prior = SpikeSlab(
@@ -145,7 +163,7 @@ def spike_slab(
     )
     local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
     server = {"weights": server_optimiser, "thresholds": server_threshold_optimiser} if server_optimiser else None
-    return Algorithm(prior, local, server, _correction(scaffold, local_optimiser))
+    return Algorithm(prior, local, server, _correction(scaffold, top_k, local_optimiser))
 
 
 def narrow(
@@ -166,6 +184,7 @@ def narrow(
     local_optimiser: options.LocalOptimiser = SGD,
     server_optimiser: options.ServerOptimiser = None,
     scaffold: options.Scaffold = False,
+    top_k: options.TopKShare = None,
     average: options.Average = False,
 ) -> Algorithm:
     """Gates that the server assigns so that a size is met, not the paper's: nothing is learned about them.
@@ -178,13 +197,73 @@ def narrow(
     # Units may close at once: docs/algorithms.md. Single weights are all alike until they are trained.
     dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
     share = (0.05 if dense else 1.0) if shrink is None else shrink
-    drawn = options.drawn_kinds(gating)
-    if not any(conv_rate if kind == "conv" else linear_rate for kind in drawn.values()):
-        drawn = {}  # no unit is ever left out
     wanted = 0.5 if sparsity is None else sparsity
     yields = dense_rounds is None and shrink is None
-    prior = Narrow(gating, wanted, precision, dense, share, conv_rate, linear_rate, drawn, yields)
-    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, average)
+    drawn = options.drawn(gating, conv_rate, linear_rate)
+    prior = Narrow(gating, wanted, precision, dense, share, **drawn, yields=yields)
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, top_k, average)
+
+
+def bernoulli_mask(
+    network: Network,
+    *,
+    slab_seed: options.SlabSeed = 0,
+    cross_entropy: options.PullOfGates = 0.0,
+    pseudo_votes: options.PseudoVotes = 1.0,
+    model: options.MaskModel = "mean",
+    local_optimiser: options.LocalScoreOptimiser = Optimiser.preset("Adam", lr=0.1),
+) -> Algorithm:
+    """Learned masks over fixed random weights, which never travel; the M-step counts votes."""
+    shapes = {name: tuple(value.shape) for name, value in network.params().items()}
+    prior = BernoulliMask(WeightGating(shapes), Slab(shapes, slab_seed), cross_entropy, pseudo_votes, model)
+    return Algorithm(prior, {"scores": local_optimiser})
+
+
+def sized_slab(
+    network: Network,
+    *,
+    sparsity: options.Sparsity = None,
+    max_parameters: options.MaxParameters = None,
+    closing: options.Closing = 0.1,
+    recall: options.Recall = 0.8,
+    precision: options.Precision = 0.0,
+    cross_entropy: options.CrossEntropy = 1e-4,
+    temperature: options.Temperature = 1e-3,
+    theta_start: options.ThetaStart = 0.99,
+    conv_rate: options.DrawnConvRate = 0.0,
+    linear_rate: options.DrawnLinearRate = 0.0,
+    gate_output: options.GateOutput = False,
+    linear_gates: options.LinearGates = "outputs",
+    ungated: options.Ungated = (),
+    floor: options.Floor = 1,
+    local_optimiser: options.LocalOptimiser = SGD,
+    local_threshold_optimiser: options.LocalThresholdOptimiser = Optimiser.preset("Adamax", lr=1e-3),
+    server_optimiser: options.ServerOptimiser = None,
+    top_k: options.TopKShare = None,
+    average: options.Average = False,
+) -> Algorithm:
+    """FedSparse asked for a size: clients vote with gates of their own, and what has the fewest votes is closed.
+
+    The size is a sparsity or a number of parameters at most; half of the network where neither is said.
+    """
+    gating = options.gating(network, True, gate_output, linear_gates, ungated, floor)
+    if max_parameters is not None:
+        sparsity = _at_most(max_parameters, gating)
+    prior = Sized(
+        gating=gating,
+        sparsity=0.5 if sparsity is None else sparsity,
+        precision=precision,
+        **options.drawn(gating, conv_rate, linear_rate),
+        closing=closing,
+        recall=recall,
+        cross_entropy=cross_entropy,
+        temperature=temperature,
+        theta_start=theta_start,
+    )
+    local = {"weights": local_optimiser, "thresholds": local_threshold_optimiser}
+    votes = Optimiser.preset("SGD", lr=1 - recall)  # one step is the running mean
+    server = {"weights": server_optimiser, "votes": votes} if server_optimiser else None
+    return Algorithm(prior, local, server, _correction(False, top_k, local_optimiser), average=average)
 
 
 def _at_most(parameters: int, gating: Gating) -> float:
@@ -195,14 +274,23 @@ def _at_most(parameters: int, gating: Gating) -> float:
 
 
 def _weights_only(
-    prior: Prior, local: Optimiser, server: Optimiser | None, scaffold: bool, average: bool = False
+    prior: Prior,
+    local: Optimiser,
+    server: Optimiser | None,
+    scaffold: bool,
+    top_k: float | None,
+    average: bool = False,
 ) -> Algorithm:
     """An algorithm whose only variables are weights."""
     optimisers = {"weights": server} if server else None
-    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold, local), average=average)
+    return Algorithm(prior, {"weights": local}, optimisers, _correction(scaffold, top_k, local), average=average)
 
 
-def _correction(scaffold: bool, local: Optimiser) -> Correction:
+def _correction(scaffold: bool, top_k: float | None, local: Optimiser) -> Correction:
+    if scaffold and top_k is not None:
+        raise SettingError("a client remembers control variates or what it has not sent: give scaffold or top_k")
+    if top_k is not None:
+        return TopK(top_k)
     if scaffold and local.name != "SGD":
         raise SettingError(
             f"SCAFFOLD derives gradients from the steps of plain SGD, but the local optimiser is {local}"
@@ -230,6 +318,9 @@ ALGORITHMS: dict[str, Entry] = {
     "fedsparse-unstructured": Entry(
         spike_slab, "spike and slab over weights", "mean of w by one step, Adamax on v", {"structured": False}
     ),
+    "fedsparse-sized": Entry(
+        sized_slab, "spike and slab over units, bound by a size", "gated mean, the gates with the most votes that fit"
+    ),
     "fednarrow": Entry(narrow, "global gates over units, bound by a size", "gated mean, the best gates that fit"),
     "fednarrow-unstructured": Entry(
         narrow,
@@ -241,6 +332,8 @@ ALGORITHMS: dict[str, Entry] = {
     "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
     "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
     "fedl1": Entry(group_lasso, "group lasso", "mean; absence is a vote for zero"),
+    "fedpm": Entry(bernoulli_mask, "Bernoulli masks over fixed random weights", "mean of the votes"),
+    "fedtopk": Entry(gaussian, "Gaussian, λ → 0, with an error memory", "mean", {"top_k": 0.01}),
     "scaffold": Entry(gaussian, "Gaussian, λ → 0, with control variates", "mean", {"scaffold": True}),
     "fedsparse+scaffold": Entry(
         spike_slab,
@@ -283,8 +376,8 @@ def check_sized(name: str) -> None:
     """Refuse a size where the gates are learned and λ₀ says how many close."""
     if "lambda0" in options_of(entry(name).build):
         raise SettingError(
-            f"{name} takes no size: its gates are learned, and λ₀ (lambda0=5e-6) decides how many close; to ask for a "
-            f"size, use {name.replace('fedsparse', 'fednarrow')}, which narrows the network before training"
+            f"{name} takes no size: λ₀ (lambda0=5e-6) decides how many gates close; for a size take fedsparse-sized, "
+            f"which learns which ones, or {name.replace('fedsparse', 'fednarrow')}, narrowed before training"
         )
 
 

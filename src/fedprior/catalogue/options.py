@@ -47,6 +47,14 @@ def drawn_kinds(gates: Gating) -> dict[str, str]:
     return {x.name: x.kind for x in gates.structure.layers if x.axis == 0 and x.name not in outputs}
 
 
+def drawn(gates: Gating, conv_rate: float, linear_rate: float) -> dict[str, Any]:
+    """The settings of a prior that draws the units of each kind at these rates; no kinds if none is ever left out."""
+    kinds = drawn_kinds(gates)
+    if not any(conv_rate if kind == "conv" else linear_rate for kind in kinds.values()):
+        kinds = {}
+    return {"conv_rate": conv_rate, "linear_rate": linear_rate, "kinds": kinds}
+
+
 # ---------------------------------------------------------------------- settings without effect, and why
 def _not_of_weights(chosen: Any) -> str:
     return "" if getattr(chosen, "structured", True) else "it concerns units, but here every weight has its own gate"
@@ -71,8 +79,9 @@ def _drawn_rate(kind: str, layer: str, unit: str) -> About:
     """FedNarrow's rate for that kind of layer."""
 
     def idle(chosen: Any) -> str:
-        names = ("network", "structured", "gate_output", "linear_gates", "ungated", "floor")
-        there = kind in drawn_kinds(gating(*(getattr(chosen, name) for name in names))).values()
+        names, structured = ("gate_output", "linear_gates", "ungated", "floor"), getattr(chosen, "structured", True)
+        own = gating(chosen.network, structured, *(getattr(chosen, name) for name in names))
+        there = kind in drawn_kinds(own).values()
         return _not_of_weights(chosen) or ("" if there else f"the network has no {layer} whose units may be left out")
 
     return About(f"how often a {unit} that is kept is left out of what a client is sent", idle=idle)
@@ -99,6 +108,9 @@ def _one_component(chosen: Any) -> str:
 LocalOptimiser = Annotated[Optimiser, About("the clients' optimiser of weights")]
 ServerOptimiser = Annotated[Optimiser | None, About("the server's optimiser of weights; none: the closed-form M-step")]
 Scaffold = Annotated[bool, About("whether control variates correct the clients' gradients")]
+TopKShare = Annotated[
+    float | None, About("the share of an upload's entries that is sent, the rest being remembered", unsaid="all")
+]
 Average = Annotated[bool, About("whether the server ships the average of its last rounds, not the last one")]
 Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
 Components = Annotated[int, About("K, the number of models that the server has")]
@@ -135,6 +147,13 @@ Relaxation = Annotated[
 ]
 LocalThresholdOptimiser = Annotated[Optimiser, About("the clients' optimiser of thresholds")]
 ServerThresholdOptimiser = Annotated[Optimiser, About("the server's optimiser of thresholds", idle=_solved)]
+SlabSeed = Annotated[int, About("the seed of the fixed random weights, the same for every client")]
+LocalScoreOptimiser = Annotated[Optimiser, About("the clients' optimiser of the log-odds of weights")]
+PseudoVotes = Annotated[float, About("how many undecided clients vote in every round as well")]
+MaskModel = Annotated[
+    str, About("the server's network: `mean`, every weight times its probability, or `mode`, the likelier mask")
+]
+PullOfGates = Annotated[float, About("κ, how much a client's probabilities heed the server's")]
 Sparsity = Annotated[
     float | None, About("the share of parameters to remove", unsaid="0.5 without max_parameters", idle=_said_twice)
 ]
@@ -143,6 +162,8 @@ LaterDenseRounds = Annotated[int | None, About("rounds before the first gate clo
 Shrink = Annotated[
     float | None, About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05")
 ]
+Closing = Annotated[float, About("the share of rounds in which gates close, before the size is met")]
+Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's")]
 DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
 DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]
 
@@ -159,6 +180,9 @@ def _of_partitions(*names: str) -> Any:
 
 Clients = Annotated[int, About("how many clients there are")]
 Alpha = Annotated[float, About("α of Dirichlet(α), by which classes are divided; small: each client has few")]
+Concentration = Annotated[
+    float, About("Dirichlet's concentration for each class: 0.1 and 0.5 in most papers; small: each client has few")
+]
 Init = Annotated[str, About("how weights are initialised: `default`, as torch does, `glorot` or `he`")]
 DataDir = Annotated[str, About("a folder with the data sets in the Hugging Face Hub's layout", machine=True)]
 Validation = Annotated[bool, About("whether a part of the training set takes the place of the test set")]

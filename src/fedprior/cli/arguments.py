@@ -26,13 +26,14 @@ Precision = Annotated[
     ),
 ]
 Sparsity = Annotated[
-    float | None, typer.Option("--sparsity", help="Remove this share of parameters, such as 0.8; for fednarrow.")
+    float | None,
+    typer.Option("--sparsity", help="Remove this share of parameters, such as 0.8; for fedsparse-sized, fednarrow."),
 ]
 MaxParameters = Annotated[
-    int | None, typer.Option("--max-parameters", help="The most parameters of the network; for fednarrow.")
+    int | None, typer.Option("--max-parameters", help="The most parameters of the network; for the same.")
 ]
 Budget = Annotated[
-    str | None, typer.Option("--budget", help="The most bytes for the whole run, such as 5GiB; for fednarrow.")
+    str | None, typer.Option("--budget", help="The most bytes for the whole run, such as 5GiB; for the same.")
 ]
 Board = Annotated[Path | None, typer.Option("--tensorboard", help="Also log to TensorBoard, in this folder.")]
 

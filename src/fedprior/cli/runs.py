@@ -184,7 +184,7 @@ def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) ->
     if not able:
         for name in own:
             check_sized(name)
-        raise SettingError(f"--budget is for fednarrow, not for {', '.join(own)}")
+        raise SettingError(f"--budget is for fednarrow and fedsparse-sized, not for {', '.join(own)}")
     for name in able:
         if own[name].get("sparsity") is not None or own[name].get("max_parameters") is not None:
             raise SettingError("a budget sets the same thing as sparsity and max_parameters: use only one")
@@ -198,7 +198,9 @@ def _stay_within(budget: str, parts: "Parts", own: dict[str, dict[str, Any]]) ->
 
 def _say_narrow() -> None:
     """Tell a user who named no algorithm which one a size implies."""
-    console.print("asked for a size: fednarrow, a network narrowed before training (fedsparse learns its gates, by λ₀)")
+    console.print(
+        "asked for a size: fednarrow, a network narrowed before training (fedsparse-sized learns what to keep)"
+    )
 
 
 def _short(task: str) -> str:

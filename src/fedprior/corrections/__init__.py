@@ -1,6 +1,7 @@
-"""Corrections of the local gradient. They are independent of the prior and compose with any of them."""
+"""Corrections of the local gradient or of the upload. They compose with any prior."""
 
 from fedprior.corrections.base import Correction
 from fedprior.corrections.scaffold import Scaffold
+from fedprior.corrections.top_k import TopK
 
-__all__ = ["Correction", "Scaffold"]
+__all__ = ["Correction", "Scaffold", "TopK"]

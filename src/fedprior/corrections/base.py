@@ -1,4 +1,4 @@
-"""A correction adds to the gradient of a client's weights, travels in messages, and may keep a memory per client."""
+"""A correction adds to a client's gradient or upload, may travel in messages, and may keep a memory per client."""
 
 from collections.abc import Callable
 
@@ -13,6 +13,9 @@ Support = Callable[[Gates], Params]
 
 class Correction:
     """No correction. Subclasses override every method."""
+
+    differences: bool = False
+    """Whether uploads are differences from the packet even if nothing is rounded."""
 
     def init(self, weights: Params) -> Tree:
         """What the server keeps in addition to the prior's state."""
@@ -34,8 +37,13 @@ class Correction:
         """What it adds to the upload after local training. `scale` is the number of local steps times their size."""
         return {}
 
-    def keep(self, memory: Tree, sent: Tree) -> Tree:
-        """The client's memory for its next turn, from what it actually sent: server and client must not drift apart."""
+    def prepare(self, upload: Tree, packet: Tree, memory: Tree, support: Params) -> Tree:
+        """What the client means to send, if uploads are differences. `support` is what the prior would send."""
+        return upload
+
+    def keep(self, memory: Tree, sent: Tree, meant: Tree) -> Tree:
+        """The client's memory for its next turn, from what it `meant` to send and what it actually `sent`: server and
+        client must not drift apart."""
         return memory
 
     def absorb(self, server: Tree, uploads: Tree, fraction: float | Tensor, weight: Tensor | None = None) -> Tree:
@@ -44,4 +52,8 @@ class Correction:
 
     def extend(self, layout: Layout, server: Tree, support: Support) -> Layout:
         """Add the correction to the layout of a message."""
+        return layout
+
+    def thin(self, layout: Layout) -> Layout:
+        """Leave out of an upload's layout what the correction does not let through."""
         return layout

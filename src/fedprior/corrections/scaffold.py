@@ -46,7 +46,7 @@ class Scaffold(Correction):
         change = {name: (start[name] - end[name]) / scale.to(c.dtype) - c for name, c in packet["control"].items()}
         return {"control": change}
 
-    def keep(self, memory: Tree, sent: Tree) -> Tree:
+    def keep(self, memory: Tree, sent: Tree, meant: Tree) -> Tree:
         """c_s⁺ = c_s + what was sent, so that c stays the mean of all c_s even if gates hold something back."""
         return {"control": {name: value + sent["control"][name] for name, value in memory["control"].items()}}
 

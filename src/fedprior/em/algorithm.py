@@ -87,6 +87,11 @@ class Algorithm:
         return not any(optimiser.name in NOT_ELEMENTWISE for optimiser in optimisers)
 
     @property
+    def main(self) -> Optimiser:
+        """The clients' optimiser of weights or, where those are fixed, of what there is instead."""
+        return self.local.get("weights", next(iter(self.local.values())))
+
+    @property
     def steps(self) -> str:
         """Describe the optimisers of its two steps in words."""
 
@@ -165,6 +170,16 @@ class Algorithm:
         support = self.prior.sent(upload["gates"], packet) if extra and "gates" in upload else {}
         return self._with(upload, extra, support)
 
+    @property
+    def differences(self) -> bool:
+        """Whether uploads are differences from packets: where anything is rounded, or only a part is sent."""
+        return self.wire.rounds or self.correction.differences
+
+    def prepare(self, upload: Tree, packet: Tree, memory: Tree) -> Tree:
+        """What a client means to send."""
+        support = self.prior.sent(upload["gates"], packet) if "gates" in upload else {}
+        return self.correction.prepare(upload, packet, memory, support)
+
     def _with(self, message: Tree, extra: Tree, support: Params) -> Tree:
         """Add the correction's part to a message of the prior, for the weights that the message holds."""
         masked = {
@@ -181,7 +196,7 @@ class Algorithm:
     def uplink(self, state: Tree) -> Layout:
         """The layout of an upload. `state` is the packet that it answers, or the server's state behind that packet."""
         sent = partial(self.prior.sent, state=state)
-        layout = self.correction.extend(self.prior.uplink(state), state, sent)
+        layout = self.correction.thin(self.correction.extend(self.prior.uplink(state), state, sent))
         return self.wire.layout(replace(self._extend(layout, state, sent, down=False), direction="up"))
 
     def _extend(self, layout: Layout, state: Tree, mask: Callable[[Gates], Params], *, down: bool) -> Layout:
@@ -196,7 +211,7 @@ class Algorithm:
         coded = wire.quantise(spoken, layout)
         if layout.precision is None:
             return coded
-        moved = self.prior.follow(spoken, wire.restore(coded, layout)["weights"])
+        moved = self.prior.follow(spoken, wire.restore(coded, layout).get("weights", {}))
         return {**coded, **wire.quantise({**moved, "gates": spoken.get("gates", {})}, layout)}
 
 

@@ -36,7 +36,7 @@ class EStep(NamedTuple):
     memory: Tree
     """What the correction keeps for the client's next turn."""
     coded: Tree
-    """The upload as it travels, if it is rounded; `upload` is then the message as its receiver reads it."""
+    """The upload as it travels, if that differs: rounded, or only a part. `upload` is then what its receiver reads."""
     own: Params
     """The client's own statistics of the model that it sent; empty if norms use the batch's."""
 
@@ -121,17 +121,19 @@ def e_step(
     if tamper:
         local = tamper(local, packet)
     upload = lift(lambda own: own.prior.commit)(local, packet, turn.key(Purpose.COMMIT))
-    extra = lift(lambda own: own.correction.conclude)(start["weights"], local["weights"], packet, path)
+    received = start.get("weights", packet.get("weights", {}))
+    extra = lift(lambda own: own.correction.conclude)(received, local.get("weights", received), packet, path)
     upload = lift(lambda own: own.answer)(upload, extra, packet)
     gates = lift(lambda own: own.prior.inclusion)(local, packet)
-    coded: Tree = {}
-    if rounded and algorithm.wire.rounds:
-        coded, heard = lift(lambda own: partial(_round, own))(upload, packet, turn.key(Purpose.ROUNDING))
+    meant, coded = upload, Tree()
+    if rounded and algorithm.differences:
+        meant = lift(lambda own: own.prepare)(upload, packet, memory)
+        coded, heard = lift(lambda own: partial(_round, own))(meant, packet, turn.key(Purpose.ROUNDING))
         upload = {**upload, **heard}
-    step = EStep(upload, gates, loss, correction.keep(memory, upload), coded, {})
+    step = EStep(upload, gates, loss, correction.keep(memory, upload, meant), coded, {})
     if not network.norms or algorithm.statistics.kind == "batch":
         return step
-    return _with_statistics(algorithm, network, step, start["weights"], packet, batches, running, lift)
+    return _with_statistics(algorithm, network, step, received, packet, batches, running, lift)
 
 
 def _running(algorithm: Algorithm, network: Network, packet: Tree, memory: Tree) -> Running | None:
@@ -204,10 +206,7 @@ def _descend(
     optimiser = TreeOptimiser(algorithm.local, start, len(relax_keys) if relax_keys.dim() > 1 else 1)
     optimiser.scale(rate)
     local = optimiser.values
-    lr = (
-        torch.full(relax_keys.shape[:-1], algorithm.local["weights"].lr, dtype=torch.float64, device=steps.device)
-        * rate
-    )
+    lr = torch.full(relax_keys.shape[:-1], algorithm.main.lr, dtype=torch.float64, device=steps.device) * rate
     losses: list[Tensor] = []
     taken: list[Tensor] = []
     for step in range(len(batches)):
@@ -227,7 +226,7 @@ def _descend(
             running.add(found, batch)
         losses.append(loss.detach())
     loss, count = _mean_loss(losses, taken, lr)
-    return local, loss, algorithm.local["weights"].path(count) * rate
+    return local, loss, algorithm.main.path(count) * rate
 
 
 def _all(batches: Batches) -> list[Params]:

@@ -13,12 +13,14 @@ Attack = Callable[[Tensor, Tree, Tree], Tree]
 
 def _tampered(change: Callable[[Tensor, Tensor], Tensor]) -> Attack:
     def attack(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
-        weights = {
+        # Where weights are fixed, what is learned instead has no counterpart in the packet.
+        section, sent = ("weights", packet["weights"]) if "weights" in local else (next(iter(local)), {})
+        changed = {
             # A mixture's packet holds several models; a hostile client moves relative to their mean.
-            name: torch.where(hostile, change(value, _centre(packet["weights"][name], value)), value)
-            for name, value in local["weights"].items()
+            name: torch.where(hostile, change(value, _centre(sent.get(name, torch.zeros_like(value)), value)), value)
+            for name, value in local[section].items()
         }
-        return {**local, "weights": weights}
+        return {**local, section: changed}
 
     return attack
 

@@ -1,12 +1,26 @@
 """A federated algorithm is a prior over client parameters. There is one file per prior."""
 
 from fedprior.priors.base import Assignment, Prior
+from fedprior.priors.bernoulli_mask import BernoulliMask
 from fedprior.priors.fixed_gates import FixedGates
 from fedprior.priors.gaussian import Gaussian
 from fedprior.priors.group_lasso import GroupLasso
 from fedprior.priors.laplace import Laplace
 from fedprior.priors.mixture import Mixture
 from fedprior.priors.narrow import Narrow
+from fedprior.priors.sized import Sized
 from fedprior.priors.spike_slab import SpikeSlab
 
-__all__ = ["Assignment", "FixedGates", "Gaussian", "GroupLasso", "Laplace", "Mixture", "Narrow", "Prior", "SpikeSlab"]
+__all__ = [
+    "Assignment",
+    "BernoulliMask",
+    "FixedGates",
+    "Gaussian",
+    "GroupLasso",
+    "Laplace",
+    "Mixture",
+    "Narrow",
+    "Prior",
+    "Sized",
+    "SpikeSlab",
+]

@@ -96,6 +96,10 @@ class MagnitudeGates(LocalGates):
         """v such that the gates have these logits."""
         return thresholds_for(norms, logits, self.temperature)
 
+    def starting_thresholds(self, state: Tree) -> Tensor:
+        """v such that every gate of a server or packet has its initial θ."""
+        return self._thresholds(self.norms(state["weights"], state), self._start)
+
     # ------------------------------------------------------------------ the server
     @property
     def _start(self) -> float:
@@ -119,7 +123,7 @@ class MagnitudeGates(LocalGates):
         if "age" not in server:
             return server
         age = server["age"]["rounds"] + 1
-        start = self._thresholds(self.norms(server["weights"], server), self._start)
+        start = self.starting_thresholds(server)
         v = torch.where(age == self.dense_rounds + 1, start, self.gating.join(server["thresholds"]))
         return {**server, "thresholds": self.gating.part(v), "age": {"rounds": age}}
 

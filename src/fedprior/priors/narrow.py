@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.priors.gated import GlobalGates
 from fedprior.units import Gating
+from fedprior.units.fit import fitted
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class Narrow(GlobalGates):
             f"shrink={self.shrink:g}, but there are {rounds}: use more rounds, or leave both out"
         ]
 
+    stride: ClassVar[int] = 1
+    """How many rounds of its schedule may be foreseen as one."""
+
     def settled(self, round_number: int) -> bool:
         """Whether all later rounds have the same goal."""
         goal = (1 - self.shrink) ** max(0, round_number - self.dense_rounds)
@@ -139,9 +144,13 @@ class Narrow(GlobalGates):
         age = server["age"]["rounds"] + 1
         # An optimiser's momentum moves pruned weights.
         weights = self.gating.prune(server["weights"], server["open"])
-        gates, floored = self.assign(weights, server["open"], self._goal(age))
+        gates, floored = self.reassign(weights, server, self._goal(age))
         weights = self.gating.prune(weights, gates)
         return {**server, "weights": weights, "open": gates, "floored": floored, "age": {"rounds": age}}
+
+    def reassign(self, weights: Params, server: Tree, goal: Tensor) -> tuple[Gates, Gates]:
+        """The gates of the next round, and the layers where the floor acted."""
+        return self.assign(weights, server["open"], goal)
 
     def _goal(self, age: Tensor) -> Tensor:
         """How many parameters the network may have in a round: a constant share goes per round until the target."""
@@ -151,28 +160,17 @@ class Narrow(GlobalGates):
     def assign(self, weights: Params, gates: Gates, goal: Tensor) -> tuple[Gates, Gates]:
         """Close the gates with the least worth per parameter until no more than `goal` parameters are left.
 
-        Each unit is counted as if only it went. Two units that go together share some weights, so this closes too few
-        rather than too many, and the next round closes the rest.
+        This may close too few (`units/fit.py`), and the next round closes the rest.
         """
-        costs, size = torch.func.grad_and_value(self.gating.effective_parameters)(gates)
-        cost, is_open = self.gating.join(costs), self.gating.join(gates) > 0
-        worth = self.gating.join(self.shares(weights)) ** 2 / cost.clamp(min=1)
-        # Exclude the floor's units: closed and reopened, they would count as gone.
-        scores = self.gating.part(torch.where(is_open, worth, -1.0))
-        kept, _ = self.gating.floor({layer: torch.zeros_like(gate) for layer, gate in gates.items()}, scores)
-        worth = torch.where(is_open & (self.gating.join(kept) == 0), worth, torch.inf)
-        order = worth.argsort(stable=True)  # ties are broken by position, on any device
-        gone = torch.where(is_open, cost, 0.0)[order].double()
-        closes = gone.cumsum(0) - gone < size - goal
-        left = torch.zeros_like(cost).scatter(0, order, (~closes).to(cost.dtype)) * is_open
-        return self.gating.floor(self.gating.part(torch.maximum(left, self.gating.join(kept) * is_open)), scores)
+        return self.fitted(self.shares(weights), gates, goal)
+
+    def fitted(self, shares: Gates, gates: Gates, goal: Tensor) -> tuple[Gates, Gates]:
+        """The same, for shares that are known."""
+        return fitted(self.gating, self.gating.join(shares) ** 2, gates, goal)
 
     def shares(self, weights: Params) -> Gates:
         """Every unit's share of its layer's strength."""
-        strengths = self.gating.strengths(weights)
-        # In a layer without any effect yet, such as one before a head of zeros, all units are equal.
-        heard = {layer: torch.where(s.sum() > 0, s, torch.ones_like(s)) for layer, s in strengths.items()}
-        return {layer: s / s.sum() for layer, s in heard.items()}
+        return shares_of(self.gating.strengths(weights))
 
     @property
     def per_client(self) -> bool:  # type: ignore[override]
@@ -204,3 +202,9 @@ class Narrow(GlobalGates):
 
     def effective_parameters(self, server: Tree) -> int:
         return int(self.gating.effective_parameters(server["open"]))
+
+
+def shares_of(values: Gates) -> Gates:
+    """Every unit's share of its layer's. In a layer without any, such as one before a head of zeros, all are equal."""
+    heard = {layer: torch.where(each.sum() > 0, each, torch.ones_like(each)) for layer, each in values.items()}
+    return {layer: each / each.sum() for layer, each in heard.items()}

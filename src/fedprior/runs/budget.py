@@ -1,4 +1,4 @@
-"""From bytes to a sparsity: find the sparsity with which FedNarrow stays within a budget."""
+"""From bytes to a sparsity: find the sparsity with which an algorithm that takes a size stays within a budget."""
 
 import math
 import re
@@ -61,21 +61,21 @@ def run_bytes(algorithm: Algorithm, network: Network, settings: Settings, client
     """The bytes that a run would send, counted round by round with the cohorts and gates that it will draw.
 
     `clients` is the number of all clients. Gates that are assigned before training are predicted exactly; those of
-    later rounds, as if the weights did not change.
+    later rounds, as if the weights or votes did not change. In a long schedule some rounds stand for those after them,
+    which send less.
     """
     algorithm = applied(settings, algorithm)
     server, prior = algorithm.init(network.params(), network.statistics()), _prior(algorithm)
     layouts = [replace(layout, entropy=False) for layout in (algorithm.downlink(server), algorithm.uplink(server))]
-    total, last = 0, -1
-    for number in range(1, settings.rounds + 1):
+    total, last, number = 0, -1, 1
+    while number <= settings.rounds:
+        server["age"]["rounds"].fill_(number - 1)
         server = prior.prune(server)
         size = prior.effective_parameters(server)
         done = prior.settled(number) and size == last
-        rounds = range(number, settings.rounds + 1 if done else number + 1)
+        rounds = range(number, settings.rounds + 1 if done else min(number + prior.stride, settings.rounds + 1))
         total += _bytes_of(prior, server["open"], layouts, settings, clients, rounds)
-        if done:
-            break
-        last = size
+        last, number = size, rounds.stop
     return total
 
 
@@ -111,5 +111,5 @@ def _bytes_of(
 def _prior(algorithm: Algorithm) -> Narrow:
     """The prior, which must support a budget."""
     if not isinstance(algorithm.prior, Narrow):
-        raise SettingError("only fednarrow can be asked for a budget")
+        raise SettingError("only fednarrow and fedsparse-sized can be asked for a budget")
     return algorithm.prior

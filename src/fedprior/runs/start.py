@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedprior.catalogue.algorithms import SIZES, recorded_algorithm, run_settings
+from fedprior.catalogue.algorithms import ALGORITHMS, SIZES, recorded_algorithm, run_settings, sized
 from fedprior.catalogue.tasks import TASKS, Task, is_file, recorded_task
 from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
@@ -215,7 +215,8 @@ RETIRED = ("sparsity", "max_parameters", "shrink", "conv_rate", "linear_rate", "
 
 def _present(folder: RunFolder, about: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Today's settings of a run that may be older. Without a size, the retired ones had no effect."""
-    if not about["algorithm"].startswith("fedsparse") or "max_parameters" not in settings:
+    name = about["algorithm"]
+    if not name.startswith("fedsparse") or (name in ALGORITHMS and sized(name)) or "max_parameters" not in settings:
         return dict(settings)
     if any(settings.get(key, "none") != "none" for key in SIZES):
         raise RunError(

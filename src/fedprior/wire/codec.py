@@ -1,11 +1,11 @@
 """Encode and decode one message.
 
     header   magic "FEDP", version, precision, flags, a spare byte, fingerprint of the layout, round, CRC-32 of the rest
-    bitmap   one bit per gate, padded to a byte
+    bitmap   one bit per gate, padded to a byte; or, if the flag `MASKED` is set, layer by layer in a code (`masks.py`)
     values   the surviving entries of every section, little-endian, in the layout's order
 
 In a rounded message (`quantise.py`), the scales precede a section's whole numbers. If the flag `CODED` is set, whole
-numbers have a code of variable length (`rice.py`). Otherwise layout and bitmap determine the length, and a message of
+numbers have a code of variable length (`rice.py`). Otherwise layout and gates determine the length, and a message of
 any other length is refused before anything is allocated for it. Nothing is ever unpickled.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedprior.core.errors import WireError
 from fedprior.core.trees import Gates, Tree, leaves
-from fedprior.wire import rice
+from fedprior.wire import masks, rice
 from fedprior.wire.layout import Layout
 from fedprior.wire.parts import Part, parts_of, sections_of, size_of, table_of
 from fedprior.wire.precision import FORMATS, Format, format_of
@@ -30,6 +30,7 @@ from fedprior.wire.quantise import SCALES
 MAGIC = b"FEDP"
 VERSION = 1
 CODED = 1
+MASKED = 2
 _HEADER = struct.Struct("<4sBBBx8sII")
 HEADER_BYTES = _HEADER.size
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
@@ -44,7 +45,7 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
     """Encode a message as bytes. Sections that the layout does not name are not sent."""
     gates = message.get("gates", {}) if layout.gates else {}
-    bitmap = _pack(gates, layout)
+    bitmap, masked = _pack(gates, layout)
     plain, coded = [bitmap], [bitmap]
     for written, group in groupby(parts_of(layout, gates), lambda part: part.written):
         members = list(group)
@@ -53,15 +54,14 @@ def encode(message: Tree, layout: Layout, round_number: int = 0) -> bytes:
         coded += [_table(message, part) for part in members] if _variable(layout, written) else [data]
     shorter = sum(map(len, coded)) < sum(map(len, plain))
     body = b"".join(coded if shorter else plain)
-    return _header(layout, CODED if shorter else 0, round_number, body) + body
+    return _header(layout, CODED * shorter | MASKED * masked, round_number, body) + body
 
 
 def decode(data: bytes, layout: Layout, round_number: int | None = None, device: torch.device | str = "cpu") -> Tree:
     """Decode the message in `data`; what was not sent is zero. Anything invalid raises a WireError, and only that."""
     body, flags = _check(data, layout, round_number)
-    gates = _unpack(body, layout)
+    gates, rest = _unpack(body, layout, bool(flags & MASKED))
     parts = list(parts_of(layout, gates))
-    rest = body[(layout.gate_count + 7) // 8 :]
     if not flags & CODED:
         _check_length(data, rest, parts, layout)
     message: Tree = {"gates": {name: gate.to(device) for name, gate in gates.items()}} if layout.gates else {}
@@ -107,7 +107,15 @@ def count_bytes(message: Tree, layout: Layout) -> Tensor:
             size = rice.count_bytes([table_of(message, part) for part in members], written.levels)
         coded = coded + size
     shorter = torch.minimum(plain, coded) if layout.entropy else plain
-    return shorter + HEADER_BYTES + (layout.gate_count + 7) // 8
+    return shorter + HEADER_BYTES + _count_gates(gates, layout)
+
+
+def _count_gates(gates: Gates, layout: Layout) -> Tensor | int:
+    """The bytes of the gates, one bit each or in their code, whichever is shorter."""
+    plain = (layout.gate_count + 7) // 8
+    if not layout.masked:
+        return plain
+    return torch.stack([masks.count_bytes(gates[name]) for name in layout.gates]).sum().clamp(max=plain)
 
 
 def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
@@ -124,7 +132,7 @@ def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
     count = torch.full((), fixed, dtype=torch.int64, device=next(leaves(message))[1].device)
     for times, flat in masked.items():
         count = count + (torch.cat(flat) > 0).sum() * times
-    return count * layout.dtype.itemsize + HEADER_BYTES + (layout.gate_count + 7) // 8
+    return count * layout.dtype.itemsize + HEADER_BYTES + _count_gates(gates, layout)
 
 
 def _variable(layout: Layout, written: Format) -> bool:
@@ -233,7 +241,7 @@ def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memor
         raise WireError(f"message has format version {version}, but this is version {VERSION}")
     if fingerprint != layout.fingerprint or precision != _precision(layout):
         raise WireError("message is for another model, algorithm or direction")
-    known = CODED if any(format_of(layout, name).levels for name in layout.sections) else 0
+    known = CODED * any(format_of(layout, name).levels > 0 for name in layout.sections) | MASKED * layout.masked
     if flags & ~known or data[7] != 0:
         raise WireError("message sets header bytes that this version does not know")
     body = memoryview(data)[HEADER_BYTES:]
@@ -244,23 +252,34 @@ def _check(data: bytes, layout: Layout, round_number: int | None) -> tuple[memor
     return body, flags
 
 
-def _pack(gates: Gates, layout: Layout) -> bytes:
+def _pack(gates: Gates, layout: Layout) -> tuple[bytes, bool]:
+    """Write gates; also say whether they are in their code."""
     if not layout.gates:
-        return b""
-    bits = torch.cat([gates[name].reshape(-1) for name in layout.gates]) > 0
-    return np.packbits(bits.cpu().numpy()).tobytes()
+        return b"", False
+    open_gates = [(gates[name] > 0).cpu().numpy() for name in layout.gates]
+    plain = np.packbits(np.concatenate([gate.reshape(-1) for gate in open_gates])).tobytes()
+    coded = b"".join(masks.encode(gate) for gate in open_gates) if layout.masked else plain
+    return (coded, True) if len(coded) < len(plain) else (plain, False)
 
 
-def _unpack(body: memoryview, layout: Layout) -> Gates:
-    size = (layout.gate_count + 7) // 8
-    if len(body) < size:
-        raise WireError("message ends inside its gate bitmap")
-    bits = np.unpackbits(np.frombuffer(body[:size], np.uint8))
-    if bits[layout.gate_count :].any():
-        raise WireError("message sets gates that the model does not have")
-    flat = torch.from_numpy(bits[: layout.gate_count]).to(layout.dtype)
-    pieces = flat.split([torch.Size(shape).numel() for shape in layout.gates.values()])
-    return {name: piece.reshape(shape) for (name, shape), piece in zip(layout.gates.items(), pieces, strict=True)}
+def _unpack(body: memoryview, layout: Layout, masked: bool) -> tuple[Gates, memoryview]:
+    """Read gates; also return the rest."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in layout.gates.items()}
+    if masked:
+        pieces, rest = [], body
+        for size in sizes.values():
+            piece, rest = masks.decode(rest, size)
+            pieces.append(piece)
+    else:
+        size = (layout.gate_count + 7) // 8
+        if len(body) < size:
+            raise WireError("message ends inside its gate bitmap")
+        bits, rest = np.unpackbits(np.frombuffer(body[:size], np.uint8)), body[size:]
+        if bits[layout.gate_count :].any():
+            raise WireError("message sets gates that the model does not have")
+        pieces = np.split(bits[: layout.gate_count], np.cumsum(list(sizes.values()))[:-1])
+    flat = zip(layout.gates.items(), pieces, strict=bool(layout.gates))
+    return {name: torch.from_numpy(piece).to(layout.dtype).reshape(shape) for (name, shape), piece in flat}, rest
 
 
 def _scatter(values: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

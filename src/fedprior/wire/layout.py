@@ -16,6 +16,8 @@ class Section:
 
     shapes: dict[str, tuple[int, ...]]
     mask: Callable[[Gates], Params] | None = None
+    support: Callable[[Gates], Params] | None = None
+    """What is part of the network, if less of that is sent: the rest is as in the packet. None if all of it is sent."""
     relative: bool = True
     """Whether an upload can send its numbers as differences from those of the same name in the packet."""
     precision: str | None = None
@@ -49,6 +51,10 @@ class Layout:
     precision: str | None = None
     """What numbers are rounded to (`float16`, `bfloat16`, `int8`, `int4`); in an upload, `float32` means differences
     without rounding. If None, numbers are sent as they are."""
+    marks: tuple[str, ...] = ()
+    """Gates that only say what travels; their receiver does not keep them."""
+    masked: bool = False
+    """Whether gates use a code of their own when that is shorter than one bit each."""
     entropy: bool = False
     """Whether whole numbers use a code of variable length when that makes a message shorter."""
 
@@ -63,6 +69,8 @@ class Layout:
         ]
         for name, section in self.sections.items():
             text += [f"{name}/{key} {shape} {section.mask is not None}" for key, shape in section.shapes.items()]
+        if self.masked:
+            text.append("masked")
         if self.precision is not None:
             text.append(f"precision {self.precision}")
             text += [f"{name} {s.relative} {s.precision} {s.models}" for name, s in self.sections.items()]

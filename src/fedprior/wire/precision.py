@@ -68,12 +68,12 @@ class Wire:
         """A layout with the precision of its direction.
 
         If packets are rounded, uploads are differences, whatever their own precision. Only then can the server add
-        them to weights that it did not round.
+        them to weights that it did not round. So are uploads that hold only a part of what changed.
         """
         if layout.direction == "down":
             precision = None if self.down == "float32" else self.down
         else:
-            precision = self.up if self.rounds else None
+            precision = self.up if self.rounds or layout.marks else None
         return replace(layout, precision=precision, entropy=self.entropy) if precision else layout
 
 

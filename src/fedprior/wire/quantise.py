@@ -54,12 +54,13 @@ def restore(coded: Tree, layout: Layout, reference: Tree | None = None) -> Tree:
     """The message as its receiver reads it; what was not sent is zero."""
     if layout.precision is None:
         return coded
-    gates = coded.get("gates", {})
-    message: Tree = {"gates": gates} if layout.gates else {}
+    gates = {name: gate for name, gate in coded.get("gates", {}).items() if name not in layout.marks}
+    message: Tree = {"gates": gates} if len(layout.gates) > len(layout.marks) else {}
     for name, section in layout.sections.items():
         written, message[name] = format_of(layout, name), {}
         # Codes are zero where nothing was sent, but the base that they are added to is not.
-        masks = section.mask(gates) if section.mask and reference and section.relative else {}
+        left = section.support or section.mask
+        masks = left(gates) if left and reference and section.relative else {}
         for tensor, code in coded[name].items():
             scales = coded[name + SCALES] if written.levels else None
             value = code * scales[tensor] if scales else code.to(layout.dtype)

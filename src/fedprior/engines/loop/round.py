@@ -89,14 +89,14 @@ class Simulation:
         return record
 
     def _speak(self, server: Tree, turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
-        """Return what was said to each client, if rounded; the packets as clients hear them, stacked; their bytes; and
-        the layers where the floor acted."""
+        """Return what was said to each client, if uploads refer to it; the packets as clients hear them, stacked; their
+        bytes; and the layers where the floor acted."""
         algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), self.settings.clients_per_round
         said, packets, total, kept = [], [], 0, set()
         for key in protocol.broadcast_keys(algorithm.prior, turn):
             spoken = protocol.speak(algorithm, server, key, layout)
             coded, size = self._carry(spoken.coded, layout)
-            said.append(spoken.said if algorithm.wire.rounds else {})
+            said.append(spoken.said if algorithm.differences else {})
             packets.append(protocol.hear(coded, layout))
             total += size
             kept |= floored(spoken.said)

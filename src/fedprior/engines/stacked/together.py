@@ -168,10 +168,11 @@ class Together:
         uploads, up = self._hear(step, said)
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
+        # Before the update, which is in place: a packet may share the server's memory.
+        gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
         fine_server = self._conclude(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
 
         self.layers = list(said.get("floored") or server.get("floored") or uploads.get("floored") or [])
-        gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
         numbers = Numbers(
             loss=loss.mean(1),
             up=up,
