@@ -33,7 +33,7 @@ for name, folder in (("fedprior", SOURCE), ("fedprior.catalogue.models", SOURCE 
     sys.modules.setdefault(name, package)
 
 from fedprior.catalogue.models.lenet5 import LeNet5  # noqa: E402
-from fedprior.catalogue.models.resnet20 import ResNet20  # noqa: E402
+from fedprior.catalogue.models.resnet import ResNet20  # noqa: E402
 from fedprior.kernels import BatchedKernels, conv  # noqa: E402
 from fedprior.kernels.mode import ROUTES  # noqa: E402
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedprior.catalogue.models import INITIALISATIONS, LeNet5, LogisticRegression, ResNet20, initialise
+from fedprior.catalogue.models import INITIALISATIONS, LeNet5, LogisticRegression, ResNet18, ResNet20, initialise
 from fedprior.catalogue.tasks import own_task
 from fedprior.core.errors import ModelError, SettingError
 from fedprior.core.trainable import check_trainable
@@ -191,6 +191,15 @@ def test_a_model_with_nothing_to_train_is_refused():
     for model in (nn.Sequential(nn.ReLU()), nn.Linear(3, 2).requires_grad_(False)):
         with pytest.raises(ModelError, match="no trainable parameters"):
             check_trainable(model)
+
+
+def test_resnet18_is_the_one_of_the_field():
+    """Torchvision's has 11,689,512 parameters with a 7×7 stem and 1,000 classes; the stem for 32×32 images is 3×3."""
+    counts = [sum(p.numel() for p in ResNet18(classes=classes).parameters()) for classes in (10, 100, 1000)]
+    assert counts[:2] == [11_173_962, 11_220_132]
+    assert counts[2] - 64 * 3 * 9 == 11_689_512 - 64 * 3 * 49
+    assert ResNet18()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert [tuple(block.conv1.stride) for block in ResNet18().blocks] == [(1, 1), (1, 1), *[(2, 2), (1, 1)] * 3]
 
 
 def test_a_model_that_is_partly_frozen_can_be_trained():

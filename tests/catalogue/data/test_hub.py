@@ -112,6 +112,20 @@ def test_validation_never_touches_the_test_images(tmp_path: Path) -> None:
     assert len(plain.data.x) == 200
 
 
+@pytest.mark.parametrize("name", ["cifar10-resnet20", "cifar10-resnet18"])
+def test_residual_tasks_have_a_concentration_a_class(tmp_path: Path, name: str) -> None:
+    """0.1 a class is α = 1 of the same partition, and everything else is an option by name."""
+    small_cifar(tmp_path)
+    task = fedprior.task(name, data_dir=str(tmp_path), clients=2, concentration=0.1, seed=3)
+    same = fedprior.task("cifar10", data_dir=str(tmp_path), clients=2, alpha=1.0, seed=3)
+    assert task.data.fingerprint() == same.data.fingerprint()
+    assert len(task.network.norms) == {"cifar10-resnet20": 21, "cifar10-resnet18": 20}[name]
+    assert set(task.options) == {
+        *("clients", "concentration", "init", "data_dir", "validation", "pixels", "partition_seed")
+    }
+    assert fedprior.catalogue.tasks.recorded_task(name, 3, task.options).data.fingerprint() == task.data.fingerprint()
+
+
 def test_cifar100_has_fine_labels_and_pachinko_clients(tmp_path: Path) -> None:
     small_cifar(tmp_path / "hub", hub.CIFAR100, classes=100)
     task = fedprior.task("cifar100", data_dir=str(tmp_path / "hub"), clients=20)

@@ -6,13 +6,13 @@ from torch import nn
 
 from fedprior.catalogue.models.lenet5 import LeNet5
 from fedprior.catalogue.models.logistic import LogisticRegression
-from fedprior.catalogue.models.resnet20 import ResNet20
+from fedprior.catalogue.models.resnet import ResNet18, ResNet20
 from fedprior.core.errors import SettingError
 from fedprior.core.options import nearest
 
 
 def for_images(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Build `lenet5`, `resnet20` or `logistic` for images of shape [channels, height, width]."""
+    """Build `lenet5`, `resnet20`, `resnet18` or `logistic` for images of shape [channels, height, width]."""
     channels, height, width = shape
     if name == "lenet5" and (height != width or height < 16):
         raise SettingError(
@@ -21,6 +21,7 @@ def for_images(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     builders: dict[str, Callable[[], nn.Module]] = {
         "lenet5": lambda: LeNet5(channels, height, classes),
         "resnet20": lambda: ResNet20(channels, classes),
+        "resnet18": lambda: ResNet18(channels, classes),
         "logistic": lambda: LogisticRegression(channels * height * width, classes),
     }
     if name not in builders:

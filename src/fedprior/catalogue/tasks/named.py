@@ -1,4 +1,4 @@
-"""The named tasks, with the paper's settings as defaults.
+"""The named tasks, with the paper's settings as defaults, and residual networks on CIFAR as other papers have them.
 
 Every factory takes the seed of the run first, for the partition and the initial weights. Its keyword parameters are the
 task's options. With `validation`, a part of the training set takes the place of the test set: use it for tuning. With
@@ -20,7 +20,7 @@ from fedprior.catalogue.data.embedded import mnist_mini as embedded_digits
 from fedprior.catalogue.data.images import Images, check_pixels, numbered_labels
 from fedprior.catalogue.data.partition import Parts
 from fedprior.catalogue.data.schemes import PARTITIONS, divide
-from fedprior.catalogue.models import LeNet5, LogisticRegression, ResNet20, for_images, initialise
+from fedprior.catalogue.models import LeNet5, LogisticRegression, ResNet18, ResNet20, for_images, initialise
 from fedprior.catalogue.tasks.base import Task
 from fedprior.catalogue.tasks.loading import hold_out, load, load_femnist, split, tested
 from fedprior.core.errors import SettingError
@@ -31,11 +31,11 @@ from fedprior.core.options import nearest
 # The paper's server optimiser, for every method that it compares, and for those that are compared with them here.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
 SPARSE = [f"fed{kind}{more}" for kind in ("sparse", "narrow") for more in ("", "-unstructured", "+scaffold")]
-COMPARED = ("fedavg", "fedprox", "feddrop", "fedl1", *SPARSE)
+COMPARED = ("fedavg", "fedprox", "feddrop", "fedl1", "fedtopk", "fedsparse-sized", *SPARSE)
 # The paper's M-step is 1/S Σ_s, whatever the clients' sizes.
 EQUAL = {"weighting": "equal"}
 # FedNarrow, which is not the paper's, sends each client half of LeNet-5's neurons: docs/search.md.
-DROPOUT = {name: {**ADAM, "linear_rate": 0.5} for name in ("fednarrow", "fednarrow+scaffold")}
+DROPOUT = {name: {**ADAM, "linear_rate": 0.5} for name in ("fednarrow", "fednarrow+scaffold", "fedsparse-sized")}
 
 
 def mnist_mini(
@@ -164,6 +164,48 @@ def femnist(
     )
 
 
+def _residual(
+    name: str, source: hub.Source, build: Callable[[int], nn.Module], seed: int, chosen: Mapping[str, Any]
+) -> Task:
+    """CIFAR with a residual network and BatchNorm: 100 clients of 500 images, divided by a Dirichlet over classes.
+
+    `concentration` is a class's own, as most papers give it; α of `dirichlet` is divided by the number of classes.
+    """
+    images, _ = load(source.repository, chosen["data_dir"], chosen["validation"], chosen["pixels"])
+    classes, division = int(images.y.max()) + 1, _either(chosen["partition_seed"], seed)
+    alpha = chosen["concentration"] * classes
+    return _image_task(
+        name,
+        images,
+        dirichlet(images.y, images.test_y, chosen["clients"], alpha, division),
+        lambda: initialise(lambda: build(classes), chosen["init"], seed),
+        classes=classes,
+        defaults={"rounds": 500, "batch_size": 50, "evaluate_every": 10, "clients_per_round": 10},
+        algorithms={},
+        options=chosen,
+    )
+
+
+def _residual_task(name: str, source: hub.Source, build: Callable[[int], nn.Module], what: str) -> Callable[..., Task]:
+    """The factory of one such task."""
+
+    def factory(
+        seed: int,
+        *,
+        clients: options.Clients = 100,
+        concentration: options.Concentration = 0.5,
+        init: options.Init = "default",
+        data_dir: options.DataDir = "",
+        validation: options.Validation = False,
+        pixels: options.Pixels = "standard",
+        partition_seed: options.PartitionSeed = None,
+    ) -> Task:
+        return _residual(name, source, build, seed, _options(locals()))
+
+    factory.__doc__ = f"{what}, divided by a Dirichlet over each client's classes: what recent papers compare on."
+    return factory
+
+
 def mnist_scaffold(
     seed: int,
     *,
@@ -256,20 +298,36 @@ def hub_images(
     )
 
 
+def _resnet18(classes: int) -> nn.Module:
+    return ResNet18(channels=3, classes=classes, norm="batch")
+
+
+def _resnet20(classes: int) -> nn.Module:
+    return ResNet20(channels=3, classes=classes, norm="batch")
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     "mnist-mini": mnist_mini,
     "cifar10": cifar10,
     "cifar100": cifar100,
     "femnist": femnist,
     "mnist-scaffold": mnist_scaffold,
+    "cifar10-resnet18": _residual_task("cifar10-resnet18", hub.CIFAR10, _resnet18, "ResNet18 on CIFAR-10"),
+    "cifar100-resnet18": _residual_task("cifar100-resnet18", hub.CIFAR100, _resnet18, "ResNet18 on CIFAR-100"),
+    "cifar10-resnet20": _residual_task("cifar10-resnet20", hub.CIFAR10, _resnet20, "ResNet20 on CIFAR-10"),
+    "cifar100-resnet20": _residual_task("cifar100-resnet20", hub.CIFAR100, _resnet20, "ResNet20 on CIFAR-100"),
     "hub": hub_images,
 }
+
+
+NOT_OPTIONS = ("seed", "name", "source", "build")
+"""The run's seed, and what a closure has beside its options."""
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """A factory's options: everything it was called with except the seed."""
     check_pixels(given["pixels"])  # before anything is downloaded
-    return {name: value for name, value in given.items() if name != "seed"}
+    return {name: value for name, value in given.items() if name not in NOT_OPTIONS}
 
 
 def _either(partition_seed: int | None, seed: int) -> int:
