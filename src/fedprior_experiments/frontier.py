@@ -1,15 +1,15 @@
-"""`fedprior frontier`: accuracy against bytes for sparsities × precisions of the wire, beside other algorithms.
+"""`fedprior frontier`: accuracy against bytes, every method with every precision of the wire.
 
-Each combination is a FedNarrow run with one target sparsity and one precision of its messages. Runs that differ only
-in their sparsity or seed train together on a GPU.
+A method is an algorithm with settings. Those that take a size are run with every sparsity, those that send a share of
+their entries with every share. Runs that differ only in such a number or in their seed train together on a GPU.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedprior.catalogue.algorithms import ALGORITHMS
 from fedprior.catalogue.tasks import TASKS, task_options
 from fedprior.core.errors import SettingError
 from fedprior.core.options import nearest, plain
@@ -24,58 +24,103 @@ OWN = ("partition_seed", "pixels")
 """Task options in which a frontier may differ from the paper's experiment."""
 
 
-def plan(
-    task: str,
-    sparsities: Sequence[float],
-    wires: Sequence[str],
-    baselines: Sequence[str],
-    seeds: Sequence[int],
-    settings: Mapping[str, str],
-    out: Path,
-    options: Mapping[str, Any],
-) -> list[Spec]:
-    """Return one spec per combination and seed, and one per baseline and seed in full precision.
+@dataclass(frozen=True)
+class Method:
+    """What a point on the front is called, and how it is made."""
+
+    algorithm: str
+    over: str = ""
+    """The setting that moves it along the front: `sparsity`, `top_k`, or none."""
+    dropout: bool | None = None
+    """Whether a part of what is kept is drawn for each client; None where there is no such thing."""
+
+
+METHODS = {
+    "fedavg": Method("fedavg"),
+    "feddrop": Method("feddrop"),
+    "fedl1": Method("fedl1"),
+    "narrow": Method("fednarrow", "sparsity", dropout=False),
+    "narrow+dropout": Method("fednarrow", "sparsity", dropout=True),
+    "learned": Method("fedsparse-sized", "sparsity", dropout=False),
+    "learned+dropout": Method("fedsparse-sized", "sparsity", dropout=True),
+    "topk": Method("fedtopk", "top_k"),
+    "fedpm": Method("fedpm"),
+}
+NO_DROPOUT = {"conv_rate": 0.0, "linear_rate": 0.0}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a front is drawn over."""
+
+    methods: Sequence[str]
+    sparsities: Sequence[float] = ()
+    shares: Sequence[float] = ()
+    """Of entries, for Top-K."""
+    wires: Sequence[str] = ("float32",)
+    seeds: Sequence[int] = (0,)
+    dropout: Mapping[str, str] = field(default_factory=dict)
+    """The rates of the methods with dropout."""
+
+    def check(self) -> None:
+        """Refuse what makes no front."""
+        for name in self.methods:
+            if name not in METHODS:
+                raise nearest(name, METHODS, "method")
+        for precision in self.wires:
+            Wire.of(precision)
+        for number in (*self.sparsities, *self.shares):
+            if not 0 <= number < 1:
+                raise SettingError(f"sparsities and shares must be at least 0 and below 1, got {number}")
+        if not self.dropout.keys() <= NO_DROPOUT.keys():
+            raise SettingError(f"dropout has the rates {' and '.join(NO_DROPOUT)}, got {', '.join(self.dropout)}")
+        for given in (self.methods, self.sparsities, self.shares, self.wires):
+            if len(set(given)) < len(given):
+                raise SettingError(f"{', '.join(map(str, given))} names something twice")
+        if not any(self.points(name) for name in self.methods) or not self.wires:
+            raise SettingError(
+                "there is nothing to draw: name methods and wires, and sparsities for those that need one"
+            )
+
+    def points(self, name: str) -> list[tuple[str, dict[str, Any]]]:
+        """The points of a method: what each is called, and its settings."""
+        method = METHODS[name]
+        drawn = {} if method.dropout is None else dict(self.dropout) if method.dropout else NO_DROPOUT
+        numbers = {"sparsity": self.sparsities, "top_k": self.shares}.get(method.over, ())
+        if not method.over:
+            return [(name, drawn)]
+        return [(f"{name} {100 * number:g}%", {**drawn, method.over: number}) for number in numbers]
+
+
+def plan(task: str, grid: Grid, settings: Mapping[str, str], out: Path, options: Mapping[str, Any]) -> list[Spec]:
+    """Return one spec for each method, number, precision and seed.
 
     `settings` are as with `--set`; an algorithm's setting applies to the algorithms that know it.
     """
-    _check(sparsities, wires, baselines, settings)
-    for_run, for_task, for_algorithms = asked.sort_settings(settings, task, ["fednarrow", *baselines])
-    common = Spec(task, "fednarrow", out, run={**options, **for_run}, task_options=for_task)
-    specs = []
-    for seed in seeds:
-        for name in baselines:
-            folder = out / name / f"seed-{seed}"
-            own = for_algorithms[name]
-            specs.append(replace(common, algorithm=name, out=folder, seed=seed, label=name, algorithm_settings=own))
-        for precision in wires:
-            for sparsity in sparsities:
-                label = f"{100 * sparsity:g}% sparse, {precision}"
-                folder = out / f"{precision.replace('/', '_')}-{sparsity:g}" / f"seed-{seed}"
-                own = {**for_algorithms["fednarrow"], "sparsity": sparsity}
-                run = {**common.run, "wire": precision}
-                specs.append(replace(common, out=folder, seed=seed, label=label, run=run, algorithm_settings=own))
-    return specs
-
-
-def _check(
-    sparsities: Sequence[float], wires: Sequence[str], baselines: Sequence[str], settings: Mapping[str, str]
-) -> None:
-    for precision in wires:
-        Wire.of(precision)
-    for sparsity in sparsities:
-        if not 0 <= sparsity < 1:
-            raise SettingError(f"a sparsity must be at least 0 and below 1, got {sparsity}")
-    for name in baselines:
-        if name not in ALGORITHMS:
-            raise nearest(name, ALGORITHMS, "algorithm")
-    for name in ("sparsity", "max_parameters", "wire", "seed"):
+    grid.check()
+    for name in ("sparsity", "max_parameters", "top_k", "wire", "seed", *NO_DROPOUT):
         if name in settings:
             raise SettingError(f"{name} is what a frontier is drawn over: give it with its own option, not with --set")
-    if not (sparsities and wires) and not baselines:
-        raise SettingError("there is nothing to draw: name sparsities and wires, or baselines")
-    for given in (sparsities, wires, baselines):
-        if len(set(given)) < len(given):
-            raise SettingError(f"{', '.join(map(str, given))} names something twice")
+    algorithms = list(dict.fromkeys(METHODS[name].algorithm for name in grid.methods))
+    for_run, for_task, for_algorithms = asked.sort_settings(settings, task, algorithms)
+    specs = []
+    for seed, name, precision in itertools.product(grid.seeds, grid.methods, grid.wires):
+        for called, own in grid.points(name):
+            label, algorithm = f"{called}, {precision}", METHODS[name].algorithm
+            folder = label.replace("%", "").replace("/", "_").replace(", ", "-").replace(" ", "-")
+            specs.append(
+                Spec(
+                    task,
+                    algorithm,
+                    out / folder / f"seed-{seed}",
+                    seed=seed,
+                    label=label,
+                    run={**options, **for_run, "wire": precision},
+                    task_options=for_task,
+                    algorithm_settings={**for_algorithms[algorithm], **own},
+                )
+            )
+    return specs
 
 
 def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:

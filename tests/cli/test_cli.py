@@ -528,7 +528,7 @@ def test_an_existing_folder_is_not_overwritten(shell, tmp_path):
         (("run", "tiny", "--out", "all"), "all"),
         (("compare", "tiny", "--out", "all"), "all/fedavg"),
         (("sweep", "tiny", "--algorithm", "fedavg", "--seeds", "0,1", "--out", "all"), "all/fedavg/seed-1"),
-        (("frontier", "tiny", "--wires", "int8", "--sparsities", "0.5", "--out", "all"), "all/fedl1/seed-0"),
+        (("frontier", "tiny", "--methods", "fedavg,narrow,fedl1", "--small", "--out", "all"), "all/fedl1-int4/seed-0"),
     ],
 )
 def test_a_folder_in_use_by_another_process_is_a_one_line_error(shell, tmp_path, monkeypatch, command, first):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fedprior.engines.settings import Settings, build
 from torch import nn
 
 import fedprior
@@ -10,7 +11,6 @@ from fedprior.core import keys, trees
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.engines.batches import ClientBatches, Schedule
-from fedprior.engines.settings import Settings, build
 
 
 def small_task() -> Task:

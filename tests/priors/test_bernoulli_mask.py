@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from fedprior.engines.settings import Settings, build
 
 import fedprior
 from fedprior import wire
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
-from fedprior.engines.settings import Settings, build
 from fedprior.priors import Assignment
 
 

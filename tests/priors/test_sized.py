@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fedprior.engines.settings import Settings, build
 from torch import nn
 
 import fedprior
@@ -12,7 +13,6 @@ from fedprior.catalogue.models.initialise import INITIALISATIONS
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
 from fedprior.core.network import Network
-from fedprior.engines.settings import Settings, build
 from fedprior.priors import Assignment, Sized
 
 MODELS = {

@@ -51,12 +51,12 @@ def seeds_in(text: str) -> list[int]:
         raise SettingError(f"--seeds takes whole numbers separated by commas, got {text!r}") from error
 
 
-def sparsities_in(text: str) -> list[float]:
+def numbers_in(text: str, option: str) -> list[float]:
     """Read numbers separated by commas."""
     try:
         return [float(part) for part in names_in(text)]
     except ValueError as error:
-        raise SettingError(f"--sparsities takes numbers separated by commas, got {text!r}") from error
+        raise SettingError(f"{option} takes numbers separated by commas, got {text!r}") from error
 
 
 def pairs(texts: list[str]) -> dict[str, str]:

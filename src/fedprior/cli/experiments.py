@@ -1,7 +1,7 @@
 """The commands that turn many runs into one result: `reproduce` and `frontier`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,17 +15,22 @@ from fedprior.cli.arguments import (
     all_settings,
     given,
     names_in,
+    numbers_in,
     pairs,
     seeds_in,
-    sparsities_in,
 )
 from fedprior.cli.terminal import bar, console, name_diverged
-from fedprior.core.errors import DivergedError
+from fedprior.core.errors import DivergedError, RunError
+
+if TYPE_CHECKING:
+    from fedprior.report.records import Run
 
 EXPERIMENTS = "cifar10, cifar100, femnist, scaffold, mnist-mini"
-SPARSITIES = "0,0.5,0.7,0.8,0.9,0.95"
+METHODS = "fedavg,feddrop,fedl1,narrow,narrow+dropout,learned,learned+dropout,topk,fedpm"
+SPARSITIES = "0.5,0.8,0.9,0.95"
+SHARES = "0.01,0.1"
 WIRES = "float32,int8/int4,int4"
-BASELINES = "fedavg,feddrop,fedl1"
+DROPOUT = "linear_rate=0.5"
 
 
 def reproduce_command(
@@ -56,57 +61,80 @@ def reproduce_command(
 
 def frontier_command(
     task: Annotated[str, typer.Argument(help="A task's name; see `fedprior tasks`.")],
-    sparsities: Annotated[str, typer.Option(help="Separated by commas.")] = SPARSITIES,
-    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas.")] = WIRES,
-    baselines: Annotated[str, typer.Option(help="Algorithms to run in full precision, or none.")] = BASELINES,
+    methods: Annotated[str, typer.Option(help=f"Of {METHODS}.")] = METHODS,
+    sparsities: Annotated[str, typer.Option(help="Of the methods with a size, separated by commas.")] = SPARSITIES,
+    shares: Annotated[str, typer.Option(help="Of the entries that Top-K sends, separated by commas.")] = SHARES,
+    wires: Annotated[str, typer.Option(help="Precisions as for --wire, separated by commas, for all methods.")] = WIRES,
+    dropout: Annotated[str, typer.Option(help="The rates of the methods with dropout.")] = DROPOUT,
     seeds: Annotated[str, typer.Option(help="Seeds separated by commas.")] = "0",
+    small: Annotated[
+        bool, typer.Option("--small", help="A front for trying: one sparsity, share and wire, 8 rounds.")
+    ] = False,
     rounds: Rounds = None,
     clients_per_round: Cohort = None,
     device: Device = "auto",
     data_dir: DataDir = None,
     beside: Annotated[Path | None, typer.Option(help="A folder of finished runs of the task to show as well.")] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Train nothing; make the table and figure of existing runs.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, and nothing changes it
 ) -> None:
-    """Plot accuracy against bytes: FedNarrow for every sparsity × precision, others, and the Pareto front.
+    """Plot accuracy against bytes: every method with every precision of the wire, and the Pareto front.
 
     If the paper has the same experiment, its points are drawn as crosses. Run it again with the same --out to continue:
     finished runs are kept.
     """
-    from fedprior.core.files import write_atomically
     from fedprior.engines import ranks
-    from fedprior.report import pareto
-    from fedprior.report.figures import NoMatplotlibError, save
-    from fedprior.report.records import group_runs
     from fedprior.runs import sweeps
     from fedprior_experiments import frontier
 
     folder = out or Path("runs") / f"frontier-{task}"
+    if small:
+        sparsities, shares, wires, rounds = "0.8", "0.05", "int4", rounds or 8
     options = given(device=device, rounds=rounds, clients_per_round=clients_per_round)
     settings = pairs(all_settings(set_, data_dir))
-    others = [] if baselines == "none" else names_in(baselines)
-    specs = frontier.plan(
-        task, sparsities_in(sparsities), names_in(wires), others, seeds_in(seeds), settings, folder, options
+    grid = frontier.Grid(
+        names_in(methods),
+        numbers_in(sparsities, "--sparsities"),
+        numbers_in(shares, "--shares"),
+        names_in(wires),
+        seeds_in(seeds),
+        pairs(names_in(dropout)),
     )
-    others_found = frontier.beside(beside, task) if beside else []
-    name_diverged(sweeps.train_missing(specs, bar))
-    if not ranks.first():
-        return
-    found = frontier.read(specs, others_found)
-    if not found:
-        raise DivergedError("every run of the frontier diverged; lower the learning rates, and choose another --out")
+    specs = frontier.plan(task, grid, settings, folder, options)
+    others = frontier.beside(beside, task) if beside else []
+    if not table_only:
+        name_diverged(sweeps.train_missing(specs, bar))
+    if ranks.first():
+        found = frontier.read(specs, others)
+        if not found and table_only:
+            raise RunError(f"{folder} holds no finished run of this front")
+        if not found:
+            raise DivergedError("every run of the frontier diverged; lower the learning rates, choose another --out")
+        _show_front(found, folder, task, seeds)
+
+
+def _show_front(found: "list[Run]", folder: Path, task: str, seeds: str) -> None:
+    """Print and write the table and the figure of a front."""
+    from fedprior.core.files import write_atomically
+    from fedprior.report import pareto
+    from fedprior.report.figures import NoMatplotlibError, save
+    from fedprior.report.records import group_runs
+    from fedprior_experiments import frontier
+
     found, notes = frontier.comparable(found)
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     points = pareto.points_of(group_runs(found))
-    references = frontier.published(found[0])
     title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
     table = pareto.table_of_points(title, points)
     console.print(table.terminal(box=None, title_style="bold"))
     write_atomically(folder / "frontier.md", table.markdown())
     paths = [folder / "frontier.md"]
     try:
-        paths += save(pareto.draw(points, references), folder, "frontier")
+        paths += save(pareto.draw(points, frontier.published(found[0])), folder, "frontier")
     except NoMatplotlibError as error:
         console.print(f"no figure: {error}", highlight=False, markup=False, soft_wrap=True)
     for path in paths:

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from fedprior.core.late import MEANS
 from fedprior.report.figures import COLOURS, COLUMN, figure_style
-from fedprior.report.records import Estimate, Group
+from fedprior.report.records import Estimate, Group, estimate
 from fedprior.report.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEADER = ("run", "global %", "local %", "GiB", "sparsity %", "seeds", "front")
+HEADER = ("run", "global %", "local %", "GiB", "down", "up", "sparsity %", "seeds", "front")
+MARKERS = "os^vDP"
+GREY = "#C4C4C4"
+"""The colour of a point that another beats in both."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,15 @@ class Point:
 
     label: str
     family: str
-    """What shares one colour in a figure: an algorithm and, where it was asked for a size, its messages' precision."""
+    """What shares one colour in a figure: an algorithm, with dropout or without."""
+    wire: str
+    """What shares one mark: the precision of its messages."""
     gib: Estimate
+    down: Estimate
+    up: Estimate
     global_accuracy: Estimate
     local_accuracy: Estimate
     sparsity: Estimate
-    asked: bool = False
-    """Whether the runs were asked for a size."""
     best: bool = False
     """On the Pareto front: no other point has fewer bytes and a higher global accuracy."""
 
@@ -49,27 +54,30 @@ def points_of(groups: Sequence[Group]) -> list[Point]:
         Point(
             group.label,
             _family(group),
+            str(group.runs[0].config["run"].get("wire", "float32")),
             group.final("gib"),
+            _sent(group, "down"),
+            _sent(group, "up"),
             group.late("global_accuracy"),
             group.late("local_accuracy"),
             group.final("sparsity"),
-            _asked(group),
         )
         for group in groups
     ]
     return [replace(point, best=not any(_beats(other, point) for other in points)) for point in points]
 
 
-def _asked(group: Group) -> bool:
-    """Whether a group's runs were asked for a size."""
-    settings = group.runs[0].config["algorithm"]
-    return any(settings.get(name, "none") != "none" for name in ("sparsity", "max_parameters"))
-
-
 def _family(group: Group) -> str:
-    """Runs that were asked for a size belong together by the precision of their messages, others by algorithm."""
-    run = group.runs[0].config["run"]
-    return f"{run['algorithm']}, {run.get('wire', 'float32')}" if _asked(group) else str(run["algorithm"])
+    """An algorithm and, if it draws a part of what it keeps, dropout."""
+    settings, name = group.runs[0].config["algorithm"], str(group.runs[0].config["run"]["algorithm"])
+    sized = any(settings.get(size, "none") != "none" for size in ("sparsity", "max_parameters"))
+    drawn = any(float(settings.get(rate, 0)) > 0 for rate in ("conv_rate", "linear_rate"))
+    return f"{name} with dropout" if sized and drawn else name
+
+
+def _sent(group: Group, way: str) -> Estimate:
+    """The GiB that a run sent one way."""
+    return estimate([sum(record[f"bytes_{way}"] for record in run.rounds) / 2**30 for run in group.runs])
 
 
 def _beats(one: Point, other: Point) -> bool:
@@ -83,7 +91,8 @@ def _cells(point: Point) -> list[str]:
     def percent(value: Estimate) -> str:
         return f"{100 * value.mean:.1f}" + (f" ± {100 * value.error:.1f}" if value.count > 1 else "")
 
-    numbers = [percent(point.global_accuracy), percent(point.local_accuracy), f"{point.gib.mean:#.3g}"]
+    numbers = [percent(point.global_accuracy), percent(point.local_accuracy)]
+    numbers += [f"{value.mean:#.3g}" for value in (point.gib, point.down, point.up)]
     mark = "*" if point.best else ""
     return [point.label, *numbers, f"{100 * point.sparsity.mean:.1f}", str(point.gib.count), mark]
 
@@ -129,23 +138,29 @@ def draw(points: Sequence[Point], references: Sequence[Reference] = ()) -> "Figu
 
 
 def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
-    """Draw the points with their standard errors, one colour per family."""
+    """Draw the points with their standard errors: a colour per family, a mark per wire, grey where beaten."""
+    wires = list(dict.fromkeys(point.wire for point in points))
     for number, family in enumerate(dict.fromkeys(point.family for point in points)):
-        chosen = [point for point in _by_bytes(points) if point.family == family]
-        values = [getattr(point, f"{kind}_accuracy") for point in chosen]
-        axes.errorbar(
-            [point.gib.mean for point in chosen],
-            [100 * value.mean for value in values],
-            [100 * value.error if value.count > 1 else 0.0 for value in values],
-            fmt="o" if chosen[0].asked else "s",
-            markersize=4,
-            color=COLOURS[number % len(COLOURS)],
-            label=family,
-        )
+        axes.plot([], [], "o", markersize=4, color=COLOURS[number % len(COLOURS)], label=family)
+        for point in (point for point in points if point.family == family):
+            value: Estimate = getattr(point, f"{kind}_accuracy")
+            axes.errorbar(
+                [point.gib.mean],
+                [100 * value.mean],
+                [100 * value.error if value.count > 1 else 0.0],
+                fmt=MARKERS[wires.index(point.wire) % len(MARKERS)],
+                markersize=4,
+                color=COLOURS[number % len(COLOURS)] if point.best else GREY,
+                markeredgecolor=COLOURS[number % len(COLOURS)],
+                markeredgewidth=0.8,
+                zorder=3 if point.best else 2,
+            )
+    for place, wire in enumerate(wires) if len(wires) > 1 else ():
+        axes.plot([], [], MARKERS[place % len(MARKERS)], markersize=4, color=GREY, label=f"{wire} messages")
 
 
 def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
-    """Draw published points as crosses, each with its name beside it."""
+    """Draw published points as crosses. The table of the paper has their names."""
     known = [(one, getattr(one, f"{kind}_accuracy")) for one in references]
     known = [(one, value) for one, value in known if value is not None]
     if not known:
@@ -159,8 +174,3 @@ def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
         color="#555555",
         label="the paper's",
     )
-    for one, value in known:
-        up = -9 if one.label.islower() else 4  # levels below, algorithms above
-        axes.annotate(
-            one.label, (one.gib, value), (0, up), textcoords="offset points", ha="center", fontsize=6, color="#555555"
-        )

@@ -181,7 +181,8 @@ def _residual(
         lambda: initialise(lambda: build(classes), chosen["init"], seed),
         classes=classes,
         defaults={"rounds": 500, "batch_size": 50, "evaluate_every": 10, "clients_per_round": 10},
-        algorithms={},
+        # The paper's rates of dropout for ResNet20; the mean for all.
+        algorithms={"feddrop": {"conv_rate": 0.1, "output_rate": 0.0}},
         options=chosen,
     )
 
