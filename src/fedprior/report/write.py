@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedprior.core.errors import RunError
-from fedprior.report import figures
+from fedprior.core.files import write_atomically
+from fedprior.report import figures, layers
 from fedprior.report.names import told_apart
 from fedprior.report.page import write_page
 from fedprior.report.reading import FILES
@@ -46,6 +47,9 @@ def write_report(
     written = [out]
     if tables_to:
         written += write_tables(tables_to, table_of_runs(found.runs), numbers_of_runs(found.runs))
+        if counted := layers.with_layers(group_runs(found.runs)):
+            write_atomically(tables_to / "layers.md", layers.table_of_layers(counted).markdown())
+            written.append(tables_to / "layers.md")
     if figures_to:
         held = {one.fingerprint: one for run in found.runs if (one := run.partition) and one.classes}
         written += figures.write_figures(figures_to, figures_of(found.runs), partitions=list(held.values()))
@@ -60,5 +64,6 @@ def figures_of(runs: Sequence[Run]) -> figures.Asked:
         "accuracy-bytes": (figures.accuracy_against_bytes, evaluated),
         "accuracy-rounds": (figures.accuracy_against_rounds, evaluated),
         "sparsity": (figures.sparsity_over_rounds, [group for group in groups if group.final("sparsity").mean > 0]),
+        "units": (layers.units_over_rounds, layers.with_layers(groups)),
         "gate-agreement": (figures.total_variation, [group for group in groups if len(group.curve("tv_mean").x)]),
     }
