@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 HEADER = ("run", "global %", "local %", "GiB", "down", "up", "sparsity %", "seeds", "front")
 MARKERS = "os^vDP"
+PALETTE = (*COLOURS[:7], "#7A3E9D", "#8B5A2B", "#2F4B26")
+"""Without the grey, which says that a point is beaten."""
 GREY = "#C4C4C4"
 """The colour of a point that another beats in both."""
 
@@ -141,7 +143,7 @@ def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
     """Draw the points with their standard errors: a colour per family, a mark per wire, grey where beaten."""
     wires = list(dict.fromkeys(point.wire for point in points))
     for number, family in enumerate(dict.fromkeys(point.family for point in points)):
-        axes.plot([], [], "o", markersize=4, color=COLOURS[number % len(COLOURS)], label=family)
+        axes.plot([], [], "o", markersize=4, color=PALETTE[number % len(PALETTE)], label=family)
         for point in (point for point in points if point.family == family):
             value: Estimate = getattr(point, f"{kind}_accuracy")
             axes.errorbar(
@@ -150,8 +152,8 @@ def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
                 [100 * value.error if value.count > 1 else 0.0],
                 fmt=MARKERS[wires.index(point.wire) % len(MARKERS)],
                 markersize=4,
-                color=COLOURS[number % len(COLOURS)] if point.best else GREY,
-                markeredgecolor=COLOURS[number % len(COLOURS)],
+                color=PALETTE[number % len(PALETTE)] if point.best else GREY,
+                markeredgecolor=PALETTE[number % len(PALETTE)],
                 markeredgewidth=0.8,
                 zorder=3 if point.best else 2,
             )
