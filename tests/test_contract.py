@@ -26,6 +26,9 @@ LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
     "fedsparse-unstructured": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
     "fedsparse+scaffold": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
+    "fedsparse-sized": {"sparsity": 0.5, "linear_rate": 0.4, "closing": 0.03},
+    "fedtopk": {"top_k": 0.1},
+    "fedpm": {"cross_entropy": 1e-3},
     "fednarrow": {
         **{"sparsity": 0.5, "precision": 0.1, "dense_rounds": 1, "shrink": 0.3},
         **{"linear_rate": 0.5, "average": True},
@@ -113,6 +116,8 @@ def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
 SWEPT = {
     "fedsparse": {"lambda0": 1e-4, "temperature": 2e-3},
     "fednarrow": {"sparsity": 0.3, "shrink": 0.5, "conv_rate": 0.2, "linear_rate": 0.3},
+    "fedsparse-sized": {"sparsity": 0.3, "linear_rate": 0.2, "precision": 0.2, "cross_entropy": 1e-3},
+    "fedpm": {"cross_entropy": 1e-2, "pseudo_votes": 2.0},
     "fedprox": {"precision": 0.7},
     "fedl1": {"strength": 0.2},
     own_prior.NAME: {"scale": 0.3, "precision": 0.02},
@@ -228,7 +233,15 @@ def test_learns(name: str) -> None:
 
 def test_the_contracts_settings_close_gates() -> None:
     """Otherwise the contract would only be checked on dense models."""
-    for name in ("fedsparse", "fedsparse-unstructured", "fedsparse+scaffold", "feddrop", "fedl1", "fedmedian"):
+    for name in (
+        "fedsparse",
+        "fedsparse-unstructured",
+        "fedsparse+scaffold",
+        "feddrop",
+        "fedl1",
+        "fedmedian",
+        "fedtopk",
+    ):
         sim = simulate(name)
         records = [sim.step(evaluate=True) for _ in range(5)]
         full = 3 * (wire.HEADER_BYTES + 8 * trees.count(sim.network.params()))

@@ -83,7 +83,7 @@ def test_the_control_variates_are_option_ii() -> None:
     start, end, packet = {"a": numbers(3, 3)}, {"a": numbers(1, 4)}, {"control": {"a": numbers(0.5, 0.25)}}
     sent = scaffold.conclude(start, end, packet, torch.tensor(4.0, dtype=torch.float64))
     assert sent["control"]["a"].tolist() == [2 / 4 - 0.5, -1 / 4 - 0.25]
-    kept = scaffold.keep({"control": {"a": numbers(10, 20)}}, {"control": {"a": numbers(1, 2)}})
+    kept = scaffold.keep({"control": {"a": numbers(10, 20)}}, {"control": {"a": numbers(1, 2)}}, {})
     assert kept["control"]["a"].tolist() == [11, 22]
     uploads = stack([{"control": {"a": numbers(2, 4)}}, {"control": {"a": numbers(4, 0)}}])
     server = scaffold.absorb({"weights": {}, "control": {"a": numbers(1, 1)}}, uploads, 0.1)

@@ -30,6 +30,7 @@ ROUNDED = [
     "fedl1",
     "fedtopk",
     "fedpm",
+    "fedsparse-sized",
 ]
 
 
@@ -47,6 +48,8 @@ def test_same_numbers_as_the_simulator(name, wire, make_job, quick, tmp_path):
     options = {"local_optimiser": "SGD(lr=0.1)"}
     if name == "fednarrow":
         options |= {"sparsity": 0.3, "linear_rate": 0.4, "conv_rate": 0.2, "average": True}
+    elif name == "fedsparse-sized":
+        options |= {"sparsity": 0.3, "linear_rate": 0.4, "temperature": 0.05}
     elif name.startswith("fedsparse"):
         options |= {"temperature": 0.05, "lambda0": 1e-3}  # so that gates close within three rounds
     settings = {"evaluate_every": 2, "wire": wire}

@@ -95,7 +95,7 @@ class BernoulliMask(Prior):
         """θ = ½ everywhere. It is kept, and sent, as 2θ − 1, because the wire's whole numbers are centred at 0."""
         slab = self.slab.on(next(iter(params.values())))
         return {
-            "weights": dict(slab),
+            "weights": {name: value.clone() for name, value in slab.items()},
             "belief": {name: torch.zeros_like(slab[name]) for name in self.gating.gate_shapes},
         }
 
