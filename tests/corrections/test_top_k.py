@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fedprior.engines.settings import Settings, build
 from torch import nn
 
 import fedprior
@@ -10,7 +9,9 @@ from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
+from fedprior.core.settings import Settings
 from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.build import build
 
 
 def small_task() -> Task:

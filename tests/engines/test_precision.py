@@ -111,7 +111,7 @@ def test_learns_with_fewer_bytes(name, precisions):
     records = [sim.step(evaluate=False)[0] for _ in range(15)]
     losses = [record["train_loss"] for record in records]
     assert sum(losses[-3:]) < sum(losses[:3])
-    # Units are small here, so that scales weigh; a threshold a weight keeps two bytes.
+    # Units are small here, so scales matter; a threshold for each weight keeps two bytes.
     if name not in ("fedpm", "fedtopk"):  # whose uploads are small in any precision: here mostly header and mask
         assert records[0]["bytes_up"] < 0.35 * full["bytes_up"]
     assert records[0]["bytes_down"] < (0.5 if name != "fedsparse-unstructured" else 0.7) * full["bytes_down"]

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from fedprior.engines.settings import Settings, build
 
 import fedprior
 from fedprior import wire
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.priors import Assignment
 
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fedprior.engines.settings import Settings, build
 from torch import nn
 
 import fedprior
@@ -13,6 +12,8 @@ from fedprior.catalogue.models.initialise import INITIALISATIONS
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
 from fedprior.core.network import Network
+from fedprior.core.settings import Settings
+from fedprior.engines.build import build
 from fedprior.priors import Assignment, Sized
 
 MODELS = {

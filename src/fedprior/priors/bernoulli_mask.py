@@ -23,7 +23,7 @@ from fedprior.core.weighting import mean
 from fedprior.priors.base import Assignment, Explain, Prior
 from fedprior.priors.gated import joint_draws
 from fedprior.units import WeightGating
-from fedprior.units.tables import lasting
+from fedprior.units.positions import lasting
 from fedprior.wire import Layout, Section
 
 MODELS = ("mean", "mode")

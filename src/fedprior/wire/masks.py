@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprior.core.errors import WireError
-from fedprior.units.tables import lasting
+from fedprior.units.positions import lasting
 from fedprior.wire import rice
 
 BLOCK = 63
