@@ -10,7 +10,7 @@ from fedprior.core import keys, trees
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.settings import Settings
-from fedprior.engines.batches import ClientBatches, Schedule
+from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.build import build
 
 
@@ -32,7 +32,7 @@ def naive_top_k(rounds: int, lr: float, share: float) -> torch.Tensor:
         turn, moves = Turn(keys.key(0), t), []
         for i in keys.choose(turn.key(Purpose.COHORT), 4, 2):
             nn.utils.vector_to_parameters(x.clone(), model.parameters())
-            for batch in ClientBatches(task.data, i, Schedule(4), turn.of(i).key(Purpose.BATCHES)):
+            for batch in ClientBatches(task.data, i, Workload(4), turn.of(i).key(Purpose.BATCHES)):
                 model.zero_grad()
                 nn.functional.cross_entropy(model(batch.x), batch.y).backward()
                 for p in model.parameters():

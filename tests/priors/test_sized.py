@@ -105,7 +105,7 @@ def test_nobody_votes_once_the_size_is_met(small_task):
         sim.algorithm.prior.broadcast(sim.algorithm.prior.prune(sim.server), keys.key(0))
     )
     local = sim.algorithm.prior.adopt(packet, keys.key(1), lambda params: torch.zeros(()))
-    opened = packet["joint"]["open"]
+    opened = packet.known.is_open
     assert bool((sim.algorithm.prior.expect(local, packet).joint["gates"][opened] == 1).all())
     assert records[-1]["sparsity"] >= 0.5
 
