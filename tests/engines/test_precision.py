@@ -17,7 +17,8 @@ from fedprior.engines.stacked.together import Together
 from fedprior.runs import specs, start
 from fedprior.runs.asked import Parts, config_of
 from fedprior.runs.folder import RunFolder
-from test_contract import NAMES, Net, Stopped, algorithm, make_task, quick, simulate
+from small_world import PlainNet
+from test_contract import NAMES, Stopped, algorithm, make_task, quick, simulate
 
 WIDE = {"fedavg": "bfloat16/float16", "fedsparse": "float32/int8", "fedmix": "int8/float32"}
 NARROW = [*((name, "int4") for name in NAMES), *((name, "int8/int4") for name in ("fedavg", "fedsparse", "scaffold"))]
@@ -140,7 +141,7 @@ def test_unmoved_weights_equal_the_servers_bit_for_bit():
 
 
 def test_a_clients_codes_are_the_same_alone_and_stacked():
-    network = fedprior.Network(Net(), torch.zeros(1, 8, 8))
+    network = fedprior.Network(PlainNet(), torch.zeros(1, 8, 8))
     params = network.params()
     layout = wire.Layout(
         {"weights": wire.Section({name: tuple(value.shape) for name, value in params.items()})}, precision="int4"
