@@ -53,7 +53,7 @@ def test_only_the_cohorts_examples_are_copied_to_the_device(small_task):
     size = torch.tensor([data.train.size(client) for client in clients])
     x, y, places = streaming.places(examples["train"], size)
     assert isinstance(places, Places)
-    for client, rows in zip(clients, places.table(12), strict=True):
+    for client, rows in zip(clients, places.padded(12), strict=True):
         own = data.train[client][torch.arange(12).clamp(max=data.train.size(client) - 1)]
         assert torch.equal(x[rows], data.x[own])
         assert torch.equal(y[rows], data.y[own])

@@ -185,6 +185,8 @@ def test_runs_that_differ_in_more_than_seed_and_scalars_are_refused(small_task):
     Together([simulate(task, algorithm) for algorithm in prox])
     later = simulate(task, fedavg)
     later.step(evaluate=False)
+    other_examples = small_task()
+    other_examples.data.test_x[-1] += 1
     others = {
         "clients_per_round": simulate(task, fedavg, clients_per_round=2),
         "batch_size": simulate(task, fedavg, batch_size=5),
@@ -197,7 +199,7 @@ def test_runs_that_differ_in_more_than_seed_and_scalars_are_refused(small_task):
         "data": simulate(task, fedavg, data="host"),
         "algorithm": simulate(task, fedprior.algorithm("fedprox", task.network)),
         "local_optimiser": simulate(task, fedprior.algorithm("fedavg", task.network, local_optimiser="SGD(lr=0.3)")),
-        "examples": simulate(small_task(), fedavg),
+        "examples": simulate(other_examples, fedavg),
         "network": simulate(small_task(dropout=0.5), fedavg),
         "rounds that they have had": later,
     }
