@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from fedprior.core.optimisers import Optimiser
     from fedprior.em import Algorithm
     from fedprior.priors import Prior
-    from fedprior.runs import STOP, Result, resume, run
+    from fedprior.runs.drive import Result
+    from fedprior.runs.early import STOP
+    from fedprior.runs.start import resume, run
     from fedprior.trained.export import evaluate, export
 
 __all__ = [
@@ -64,7 +66,9 @@ _HOMES = {
     "core.optimisers": ("Optimiser",),
     "em": ("Algorithm",),
     "priors": ("Prior",),
-    "runs": ("STOP", "Result", "resume", "run"),
+    "runs.drive": ("Result",),
+    "runs.early": ("STOP",),
+    "runs.start": ("resume", "run"),
     "trained.export": ("evaluate", "export"),
 }
 """Which module has which name. They import torch, which takes seconds, so each is imported on first use."""

@@ -614,7 +614,7 @@ def test_help_lists_tasks_and_algorithms():
 
 
 def test_importing_the_package_builds_no_optimiser():
-    """torch loads its compiler for the first one."""
+    """A check takes a step, and torch loads much for the first one."""
     code = (
         "import sys, fedprior; fedprior.run, fedprior.TASKS, fedprior.ALGORITHMS; print('torch._dynamo' in sys.modules)"
     )

@@ -2,6 +2,8 @@
 
 import ssl
 import stat
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -95,3 +97,30 @@ def test_certificates(tmp_path):
         assert stat.S_IMODE((folder / secret).stat().st_mode) == 0o600
     with pytest.raises(RunError, match="never overwritten"):
         make_certificates(folder, ["server.example"], 1)
+
+
+TURN = """
+import sys
+from pathlib import Path
+
+import fedprior.flower
+
+not_a_devices = {"fedprior.report", "fedprior.runs.drive", "fedprior.flower.strategy", "datasets", "requests"}
+print(sorted(not_a_devices & set(sys.modules)))
+
+from fedprior.flower import Server, named_job
+from fedprior.flower.node import Node, Order
+
+chosen = "clients=3; clients_per_round=3; local_steps=1; local_optimiser=SGD(lr=0.1, momentum=0.9)"
+job = named_job({"task": "mnist-mini", "algorithm": "fedsparse", "settings": chosen})
+server = Server.new(job, "0" * 16)
+order = Order(server.packet(server.begin(), 0), 1, "0" * 16, 0)
+Node.new(job, 0, job.part(0), Path(sys.argv[1])).respond(order)
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+"""
+
+
+def test_a_device_loads_no_module_that_it_does_not_need(tmp_path):
+    """Neither for the import nor for a turn: torch's compiler and sympy double the time that a start takes."""
+    done = subprocess.run([sys.executable, "-c", TURN, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n[]\n"

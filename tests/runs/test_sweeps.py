@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fedprior import RunError, SettingError
-from fedprior.runs import resume, sweeps
+from fedprior.runs import sweeps
+from fedprior.runs.start import resume
 
 SMALL = {"rounds": "3", "clients_per_round": "2", "local_steps": "1", "evaluate_every": "9", "device": "cpu"}
 SMALL |= {"clients": "300", "checkpoint_every": "1", "mode": "vectorised"}

@@ -10,8 +10,7 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from fedprior.core.errors import DataError
-from fedprior.flower import Job, named_job, own_job
-from fedprior.flower.apps import client_number
+from fedprior.flower import Job, client_number, named_job, own_job
 
 CLASSES, CLIENTS = 4, 3
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Params, Tree, copy_all
+from fedprior.core.uncompiled import take_step
 from fedprior.core.yogi import Yogi
 
 NOT_ELEMENTWISE = {"Adafactor", "Muon"}
@@ -50,7 +51,7 @@ class Optimiser:
             trial = torch.zeros(1, 1)
             optimiser = self.build([trial])
             trial.grad = torch.ones_like(trial)
-            optimiser.step()  # some settings, such as a rate too large for float32, fail only here
+            take_step(optimiser)  # some settings, such as a rate too large for float32, fail only here
         except SettingError:
             raise
         except Exception as error:  # torch raises many kinds of errors: Adam's betas=(0.9,) is an IndexError
@@ -58,7 +59,7 @@ class Optimiser:
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> "Optimiser":
-        """A default of this package, not checked: a check loads torch's compiler, which adds seconds to the import."""
+        """A default of this package, not checked: a test does it once, an import would do it every time."""
         made = object.__new__(cls)
         object.__setattr__(made, "name", name)
         object.__setattr__(made, "settings", settings)
@@ -172,7 +173,7 @@ class TreeOptimiser:
                 over = list(self.values[section].values())
             for value, slope in zip(over, slopes, strict=True):
                 value.grad = _laid_out(slope, value)
-            optimiser.step()
+            take_step(optimiser)
             for value in over:
                 value.grad = None
 

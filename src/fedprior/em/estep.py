@@ -81,7 +81,8 @@ def gradient_of(objective: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
             inputs = tree_map(lambda leaf: leaf.detach().requires_grad_(), variables)
             value, beside = objective(inputs, *rest)
             flat = [leaf for _, leaf in leaves(inputs)]
-            ones = torch.ones_like(value)
+            # Torch compares the shapes of its own ones with none; for ours it imports sympy, which takes a second.
+            ones = torch.ones_like(value) if value.dim() else None
             found = torch.autograd.grad(value, flat, ones, allow_unused=True, materialize_grads=True)
         grads = iter(found)
         return tree_map(lambda _: next(grads), inputs), tree_map(Tensor.detach, beside)

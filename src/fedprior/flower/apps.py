@@ -1,26 +1,21 @@
-"""The two halves of a Flower app: a ServerApp that keeps a run's folder, and a ClientApp around the E-step."""
+"""The server's half of a Flower app: a ServerApp that keeps a run's folder and can resume it."""
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.utils import get_flwr_home
 from rich.console import Console
 
-from fedprior.core.errors import DataError, FedpriorError, RunError
-from fedprior.core.federated import ClientData
+from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
-from fedprior.flower import messages, server_checkpoint
-from fedprior.flower.job import Job, Limits
-from fedprior.flower.node import Node
+from fedprior.flower import server_checkpoint
+from fedprior.flower.job import Job, Limits, MakeJob
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
@@ -29,59 +24,6 @@ from fedprior.runs.specs import differences
 from fedprior.runs.start import unused_folder
 
 log = logging.getLogger("flwr")
-
-MakeJob = Callable[[Mapping[str, Any]], Job]
-"""Builds the job from the app's run config."""
-MakeData = Callable[[Job, Context], ClientData]
-"""Loads this client's examples, given the job and the node's context."""
-
-
-def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientApp:
-    """Build a ClientApp. Without `make_data`, a client uses its part of the named task's data."""
-    app = ClientApp()
-
-    def node(context: Context) -> Node:
-        job, number = make_job(context.run_config), client_number(context)
-        job.check_client(number)
-        data = make_data(job, context) if make_data is not None else job.part(number)
-        folder = Path(str(context.node_config.get("state-dir", get_flwr_home() / "fedprior")))
-        return Node.new(job, number, data, folder)
-
-    @app.query()
-    def introduce(message: Message, context: Context) -> Message:
-        def content() -> RecordDict:
-            return RecordDict({messages.NUMBERS: MetricRecord(dict(node(context).introduce()))})
-
-        return _replying(message, content)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        def content() -> RecordDict:
-            order = messages.read_order(message.content)
-            return messages.write_answer(node(context).respond(order))
-
-        return _replying(message, content)
-
-    return app
-
-
-def client_number(context: Context) -> int:
-    """Return which client a node is: `partition-id` of its node config. Flower's simulation sets it by itself."""
-    number = context.node_config.get("partition-id")
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise DataError("this node does not know which client it is: start it with --node-config 'partition-id=0'")
-    return number
-
-
-def _replying(message: Message, content: Callable[[], RecordDict]) -> Message:
-    """Always return a reply: a client that returns nothing leaves its SuperNode waiting."""
-    try:
-        return Message(content(), reply_to=message)
-    except Exception as error:
-        log.error("the client failed", exc_info=error)
-        kind = "" if isinstance(error, FedpriorError) else f"{type(error).__name__}: "
-        reason = " ".join(f"{kind}{error}".split())[:300]
-        return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
 def server_app(make_job: MakeJob) -> ServerApp:

@@ -1,6 +1,6 @@
 """What the server and every client agree on: the network, algorithm and settings from a Flower app's run config."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -112,6 +112,10 @@ class Limits:
         known = {f.name: Option(f.name.replace("_", "-"), f.type, f.default) for f in fields(cls)}
         given = {name: config[option.name] for name, option in known.items() if option.name in config}
         return cls(**{name: convert(known[name], value) for name, value in given.items()})
+
+
+MakeJob = Callable[[Mapping[str, Any]], Job]
+"""Builds the job from the app's run config."""
 
 
 def named_job(config: Mapping[str, Any]) -> Job:

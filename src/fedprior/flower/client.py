@@ -1,0 +1,74 @@
+"""A device's half of a Flower app: a ClientApp around the E-step. It imports nothing that only a server needs."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+
+from fedprior.core.errors import DataError, FedpriorError
+from fedprior.core.federated import ClientData
+from fedprior.flower import messages
+from fedprior.flower.job import Job, MakeJob
+from fedprior.flower.node import Node
+
+log = logging.getLogger("flwr")
+
+MakeData = Callable[[Job, Context], ClientData]
+"""Loads this client's examples, given the job and the node's context."""
+
+
+def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientApp:
+    """Build a ClientApp. Without `make_data`, a client uses its part of the named task's data."""
+    app = ClientApp()
+
+    def node(context: Context) -> Node:
+        job, number = make_job(context.run_config), client_number(context)
+        job.check_client(number)
+        data = make_data(job, context) if make_data is not None else job.part(number)
+        return Node.new(job, number, data, _state_folder(context))
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        def content() -> RecordDict:
+            return RecordDict({messages.NUMBERS: MetricRecord(dict(node(context).introduce()))})
+
+        return _replying(message, content)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        def content() -> RecordDict:
+            order = messages.read_order(message.content)
+            return messages.write_answer(node(context).respond(order))
+
+        return _replying(message, content)
+
+    return app
+
+
+def _state_folder(context: Context) -> Path:
+    """Return where a client keeps what it remembers."""
+    from flwr.supercore.utils import get_flwr_home  # brings a web client with it
+
+    return Path(str(context.node_config.get("state-dir", get_flwr_home() / "fedprior")))
+
+
+def client_number(context: Context) -> int:
+    """Return which client a node is: `partition-id` of its node config. Flower's simulation sets it by itself."""
+    number = context.node_config.get("partition-id")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise DataError("this node does not know which client it is: start it with --node-config 'partition-id=0'")
+    return number
+
+
+def _replying(message: Message, content: Callable[[], RecordDict]) -> Message:
+    """Always return a reply: a client that returns nothing leaves its SuperNode waiting."""
+    try:
+        return Message(content(), reply_to=message)
+    except Exception as error:
+        log.error("the client failed", exc_info=error)
+        kind = "" if isinstance(error, FedpriorError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())[:300]
+        return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
