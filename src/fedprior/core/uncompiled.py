@@ -5,8 +5,6 @@ tell the compiler to keep out. Nothing here is compiled, so it is not asked.
 """
 
 import inspect
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,9 +22,4 @@ def take_step(optimiser: Optimizer) -> None:
         optimiser.step()
     else:
         with torch.no_grad():
-            _step(type(optimiser))(optimiser)
-
-
-@lru_cache
-def _step(kind: Any) -> Any:
-    return inspect.unwrap(kind.step)
+            inspect.unwrap(type(optimiser).step)(optimiser)
