@@ -21,6 +21,13 @@ from fedprior.priors import Prior
 from small_world import PlainNet
 
 NAMES = [*fedprior.ALGORITHMS, *own_prior.ENTRIES]
+# On a frozen network with adapters, where the units are components of rank one.
+ADAPTED = {
+    "fedprox, adapters": {"products": True},
+    "fedsparse, adapters": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-4, "precision": 0.1},
+    "fedsparse-sized, adapters": {"sparsity": 0.5, "closing": 0.03},
+}
+BOTH = [*NAMES, *ADAPTED]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
@@ -41,7 +48,7 @@ LIVELY = {
 }
 
 
-def make_task(dtype: torch.dtype = torch.float64) -> Task:
+def make_task(name: str = "", dtype: torch.dtype = torch.float64) -> Task:
     generator = torch.Generator().manual_seed(5)
     clients = []
     for size in (5, 9, 17, 3, 12):
@@ -50,12 +57,14 @@ def make_task(dtype: torch.dtype = torch.float64) -> Task:
         clients.append((x[:size], y[:size], x[size:], y[size:]))
     torch.manual_seed(0)
     settings = {"rounds": 5, "batch_size": 4, "epochs": 2, "clients_per_round": 3, "evaluate_every": 1}
-    return fedprior.own_task(PlainNet().to(dtype), clients, classes=3, **settings)
+    model = PlainNet().to(dtype)
+    model = fedprior.adapt(model, 6, train="out") if name in ADAPTED else model
+    return fedprior.own_task(model, clients, classes=3, **settings)
 
 
 def algorithm(name: str, task: Task, **changes: object) -> fedprior.Algorithm:
-    settings = {**LIVELY.get(name, {}), **changes}
-    return fedprior.algorithm(name, task.network, **settings)
+    settings = {**LIVELY.get(name, {}), **ADAPTED.get(name, {}), **changes}
+    return fedprior.algorithm(name.partition(",")[0], task.network, **settings)
 
 
 def quick(name: str, task: Task) -> fedprior.Algorithm:
@@ -64,7 +73,7 @@ def quick(name: str, task: Task) -> fedprior.Algorithm:
 
 
 def simulate(name: str, **settings: object) -> Simulation:
-    task = make_task()
+    task = make_task(name)
     return build(algorithm(name, task), task.network, task.data, Settings(**{**task.defaults, **settings}))  # type: ignore[arg-type]
 
 
@@ -97,7 +106,7 @@ def test_deterministic_by_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", [{"epochs": 2}, {"local_steps": 7}], ids=["epochs", "steps"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BOTH)
 def test_vectorised_equals_in_turn(name: str, schedule: dict[str, int]) -> None:
     """Four rounds, clients of unequal sizes, so with padding and clients that stop early."""
     together, in_turn = simulate(name, **schedule), simulate(name, **schedule)
@@ -163,7 +172,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
                 torch.testing.assert_close(value, moments[path], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BOTH)
 def test_messages_survive_the_wire_exactly_and_have_the_counted_length(name: str) -> None:
     sim = simulate(name)
     sent: list[bytes] = []
@@ -203,18 +212,18 @@ class Stopped(Exception):
     """Raised by a progress callback to break a run off."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BOTH)
 def test_resume_is_exact(name: str, tmp_path: Path) -> None:
     def stop(record: dict[str, object]) -> None:
         if record["round"] == 3:
             raise Stopped
 
-    task = make_task()
+    task = make_task(name)
     whole = fedprior.run(task, algorithm(name, task), out=tmp_path / "whole", checkpoint_every=2)
-    task = make_task()
+    task = make_task(name)
     with pytest.raises(Stopped):
         fedprior.run(task, algorithm(name, task), out=tmp_path / "broken", checkpoint_every=2, progress=stop)
-    task = make_task()
+    task = make_task(name)
     resumed = fedprior.resume(tmp_path / "broken", task=task)
     assert resumed.records == whole.records
     for file in ("rounds.jsonl", "model.safetensors"):

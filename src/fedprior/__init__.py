@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedprior.catalogue.algorithms import ALGORITHMS, algorithm
     from fedprior.catalogue.data import PARTITIONS, clients_from, divide
     from fedprior.catalogue.tasks import TASKS, Task, own_task, task
+    from fedprior.core.adapters import adapt
     from fedprior.core.federated import FederatedData
     from fedprior.core.network import Network
     from fedprior.core.optimisers import Optimiser
@@ -46,6 +47,7 @@ __all__ = [
     "Task",
     "WireError",
     "__version__",
+    "adapt",
     "algorithm",
     "clients_from",
     "divide",
@@ -61,6 +63,7 @@ _HOMES = {
     "catalogue.algorithms": ("ALGORITHMS", "algorithm"),
     "catalogue.data": ("PARTITIONS", "clients_from", "divide"),
     "catalogue.tasks": ("TASKS", "Task", "own_task", "task"),
+    "core.adapters": ("adapt",),
     "core.federated": ("FederatedData",),
     "core.network": ("Network",),
     "core.optimisers": ("Optimiser",),

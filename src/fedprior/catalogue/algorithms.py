@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedprior.catalogue import options
+from fedprior.core.adapters import find_adapters
 from fedprior.core.errors import SettingError, described
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
@@ -26,6 +27,7 @@ from fedprior.priors import (
     Mixture,
     Narrow,
     Prior,
+    Products,
     Sized,
     SpikeSlab,
 )
@@ -46,9 +48,15 @@ def gaussian(
     scaffold: options.Scaffold = False,
     top_k: options.TopKShare = None,
     average: options.Average = False,
+    products: options.OfProducts = False,
 ) -> Algorithm:
     """A Gaussian prior of precision λ; without a server optimiser the M-step is the mean."""
-    return _weights_only(Gaussian(precision), local_optimiser, server_optimiser, scaffold, top_k, average)
+    prior = Gaussian(precision)
+    if products:
+        if server_optimiser:
+            raise SettingError("products=true is a closed-form M-step: leave out server_optimiser")
+        prior = Products(precision, find_adapters(network.module))
+    return _weights_only(prior, local_optimiser, server_optimiser, scaffold, top_k, average)
 
 
 def laplace(
@@ -194,8 +202,10 @@ def narrow(
     gating = options.gating(network, structured, gate_output, linear_gates, ungated, floor)
     if max_parameters is not None:
         sparsity = _at_most(max_parameters, gating)
-    # Units may close at once: docs/algorithms.md. Single weights are all alike until they are trained.
-    dense = (0 if structured else 20) if dense_rounds is None else dense_rounds
+    # Units may close at once: docs/algorithms.md. Single weights are all alike until they are trained, and so are the
+    # components of adapters, which all start at zero.
+    alike = not structured or bool(find_adapters(network.module))
+    dense = (20 if alike else 0) if dense_rounds is None else dense_rounds
     share = (0.05 if dense else 1.0) if shrink is None else shrink
     wanted = 0.5 if sparsity is None else sparsity
     yields = dense_rounds is None and shrink is None

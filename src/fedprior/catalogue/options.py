@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fedprior.catalogue.data.schemes import PARTITIONS
+from fedprior.core.adapters import find_adapters
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
 from fedprior.core.options import About
@@ -58,6 +59,15 @@ def drawn(gates: Gating, conv_rate: float, linear_rate: float) -> dict[str, Any]
 # ---------------------------------------------------------------------- settings without effect, and why
 def _not_of_weights(chosen: Any) -> str:
     return "" if getattr(chosen, "structured", True) else "it concerns units, but here every weight has its own gate"
+
+
+def _of_layers(chosen: Any) -> str:
+    adapted = find_adapters(chosen.network.module) and not _not_of_weights(chosen)
+    return "the components of adapters have the gates" if adapted else _not_of_weights(chosen)
+
+
+def _without_adapters(chosen: Any) -> str:
+    return "" if find_adapters(chosen.network.module) else "the network has no adapters: fedprior.adapt makes them"
 
 
 def _rates(chosen: Any) -> Mapping[str, str]:
@@ -112,6 +122,9 @@ TopKShare = Annotated[
     float | None, About("the share of an upload's entries that is sent, the rest being remembered", unsaid="all")
 ]
 Average = Annotated[bool, About("whether the server ships the average of its last rounds, not the last one")]
+OfProducts = Annotated[
+    bool, About("whether an adapter's mean is that of its products B A, not of its factors", idle=_without_adapters)
+]
 Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
 Components = Annotated[int, About("K, the number of models that the server has")]
 Spread = Annotated[float, About("how far apart the components start; 1: as initialisations do", idle=_one_component)]
@@ -122,9 +135,9 @@ InputRate = Annotated[float, _rate("input_rate", "layer that reads the input", "
 OutputRate = Annotated[float, About("the same for a unit of the output")]
 Noise = Annotated[bool, About("whether clients also use dropout, at the same rates", idle=_nothing_dropped)]
 Structured = Annotated[bool, About("whether each gate is on a unit, or on a single weight")]
-GateOutput = Annotated[bool, About("whether units of the output have gates", idle=_not_of_weights)]
+GateOutput = Annotated[bool, About("whether units of the output have gates", idle=_of_layers)]
 LinearGates = Annotated[
-    str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_not_of_weights)
+    str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_of_layers)
 ]
 Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
 Floor = Annotated[int, About("the least number of open gates in a layer")]
@@ -158,7 +171,9 @@ Sparsity = Annotated[
     float | None, About("the share of parameters to remove", unsaid="0.5 without max_parameters", idle=_said_twice)
 ]
 MaxParameters = Annotated[int | None, About("the largest number of parameters")]
-LaterDenseRounds = Annotated[int | None, About("rounds before the first gate closes", unsaid="0; of single weights 20")]
+LaterDenseRounds = Annotated[
+    int | None, About("rounds before the first gate closes", unsaid="0; of single weights and components 20")
+]
 Shrink = Annotated[
     float | None, About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05")
 ]

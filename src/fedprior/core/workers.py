@@ -5,7 +5,6 @@ busy machine the threads spend their time waiting for each other. `--set workers
 compare the seconds of two runs.
 """
 
-import copy
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from fedprior.core.frozen import copied
 from fedprior.core.network import Network
 
 Item = TypeVar("Item")
@@ -28,7 +28,7 @@ class Workers:
         self.count = count
         self.networks: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for _ in range(count):
-            self.networks.put(replace(network, module=copy.deepcopy(network.module)))
+            self.networks.put(replace(network, module=copied(network.module)))
         self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) if count > 1 else None
 
     @contextmanager

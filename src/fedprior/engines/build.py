@@ -1,6 +1,5 @@
 """From settings to a simulation: their effect on an algorithm, what they rule out, and the device."""
 
-import copy
 from dataclasses import replace
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from fedprior.core import keys
 from fedprior.core.errors import SettingError
 from fedprior.core.federated import FederatedData
+from fedprior.core.frozen import copied
 from fedprior.core.keys import Purpose
 from fedprior.core.metrics import blank_scores, measures
 from fedprior.core.network import Network
@@ -75,7 +75,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     device, algorithm = device_of(settings), applied(settings, algorithm)
     # Copy the module: the user's own must keep its device and weights.
-    network = replace(network, module=copy.deepcopy(network.module).to(device))
+    network = replace(network, module=copied(network.module).to(device))
     server, what = algorithm.init(network.params(), network.statistics()), measures(network, data)
     root, hostile = keys.key(settings.seed, device), torch.zeros(data.clients, dtype=torch.bool, device=device)
     attackers = round(settings.attackers * data.clients)

@@ -32,7 +32,8 @@ def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
     """The requested mode, or the fastest that the device, the messages and the optimisers allow."""
     algorithm, on_gpu = simulation.algorithm, simulation.root.device.type == "cuda"
     optimisers = [*algorithm.local.values(), *(algorithm.server or {}).values()]
-    stuck = [str(optimiser) for optimiser in optimisers if not optimiser.capturable]
+    stuck = [f"{optimiser} counts its steps on the host" for optimiser in optimisers if not optimiser.capturable]
+    stuck += [] if algorithm.prior.captured else ["its M-step waits for the device"]
     if wanted != "in-turn" and not algorithm.vectorises:
         if wanted == "auto":
             return "in-turn"
@@ -45,7 +46,7 @@ def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
         raise SettingError(f"torch cannot vectorise a {kind}, so clients must train in turn: set mode=in-turn")
     if wanted == "captured" and (not on_gpu or stuck or ranks.count() > 1):
         why = "there is no CUDA device" if not on_gpu else "several ranks share it"
-        why = f"{stuck[0]} counts its steps on the host" if on_gpu and stuck else why
+        why = stuck[0] if on_gpu and stuck else why
         raise SettingError(f"a round cannot be captured: {why}; use mode=vectorised")
     if wanted != "auto":
         return wanted

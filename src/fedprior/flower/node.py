@@ -1,6 +1,5 @@
 """A client's half of a round, whoever carries the messages: a packet's bytes in, an upload's bytes out."""
 
-import copy
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -10,6 +9,7 @@ from fedprior import wire
 from fedprior.core import keys
 from fedprior.core.errors import DivergedError, WireError
 from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.frozen import copied
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, disagreement, measures, sums
 from fedprior.core.network import Network
@@ -63,7 +63,7 @@ class Node:
         """Build a client from its number and its data."""
         job.check_client(client)
         device = device_of(job.settings)
-        network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
+        network = replace(job.network, module=copied(job.network.module).to(device))
         own = job.examples([data], network).to(device)
         # Any server state gives the layouts: they depend only on the model and the prior.
         blank = job.algorithm.init(network.params(), network.statistics())

@@ -1,6 +1,5 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
-import copy
 import math
 import time
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fedprior import wire
 from fedprior.core import keys, trees
+from fedprior.core.frozen import copied
 from fedprior.core.keys import Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
@@ -88,7 +88,7 @@ class Server:
     def new(cls, job: Job, run: str) -> "Server":
         """Build a server before its first round."""
         device = device_of(job.settings)
-        network = replace(job.network, module=copy.deepcopy(job.network.module).to(device))
+        network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None
         what = measures(network, job.test)

@@ -8,6 +8,7 @@ from fedprior.priors.group_lasso import GroupLasso
 from fedprior.priors.laplace import Laplace
 from fedprior.priors.mixture import Mixture
 from fedprior.priors.narrow import Narrow
+from fedprior.priors.products import Products
 from fedprior.priors.sized import Sized
 from fedprior.priors.spike_slab import SpikeSlab
 
@@ -21,6 +22,7 @@ __all__ = [
     "Mixture",
     "Narrow",
     "Prior",
+    "Products",
     "Sized",
     "SpikeSlab",
 ]

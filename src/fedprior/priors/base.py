@@ -117,6 +117,8 @@ class Prior:
         assignments. `weight` is n_s, the examples behind each; None if all count equally. See `weighting.py`."""
         raise NotImplementedError(f"{type(self).__name__} has no M-step in closed form")
 
+    captured: bool = True
+    """Whether a CUDA graph can hold the server's side, which must then not wait for the device."""
     known_slope: bool = False
     """Whether `slope` is known in closed form; if not, the M-step differentiates `log_prob`."""
 

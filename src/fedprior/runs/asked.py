@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from fedprior.catalogue.algorithms import (
     ALGORITHMS,
@@ -16,6 +17,7 @@ from fedprior.catalogue.algorithms import (
 from fedprior.catalogue.tasks import Task, task_options
 from fedprior.catalogue.tasks import task as named_task
 from fedprior.core.errors import SettingError, described
+from fedprior.core.frozen import fingerprint, frozen_parameters
 from fedprior.core.options import as_table, nearest
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
@@ -117,6 +119,12 @@ def made() -> dict[str, dict[str, Any]]:
     return {"made": {"fedprior": __version__, "torch": str(torch.__version__)}}
 
 
+def frozen_table(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The table of a config about a network's frozen weights, which are in no file of the run; none without them."""
+    found = fingerprint(module)
+    return {"frozen": {"parameters": frozen_parameters(module), "fingerprint": found}} if found else {}
+
+
 def config_of(parts: Parts, label: str, partition: str = "") -> dict[str, dict[str, Any]]:
     """The whole content of a run's config.toml."""
     task, algorithm, settings = parts
@@ -132,5 +140,6 @@ def config_of(parts: Parts, label: str, partition: str = "") -> dict[str, dict[s
             algorithm_settings=algorithm.recorded(),
         ),
         "partition": {"clients": task.data.clients, "fingerprint": partition},
+        **frozen_table(task.network.module),
         **made(),
     }

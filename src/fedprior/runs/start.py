@@ -14,6 +14,7 @@ from fedprior.core import locks
 from fedprior.core.errors import DivergedError, FedpriorWarning, RunError, SettingError, counted, described
 from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
+from fedprior.core.frozen import fingerprint
 from fedprior.core.options import as_table, convert
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
@@ -101,7 +102,13 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
 
 
 def check_data(folder: RunFolder, task: Task) -> str:
-    """Refuse a task whose clients are not those of the run; return the partition's fingerprint."""
+    """Refuse a task whose clients or frozen weights are not those of the run; return the partition's fingerprint."""
+    known = folder.read_config().get("frozen", {}).get("fingerprint")
+    if known not in (None, found := fingerprint(task.network.module)):
+        raise RunError(
+            f"{folder.path} was trained beside the frozen weights {known}, not {found or 'none'}: adapt the same "
+            "network as then"
+        )
     partition = task.data.fingerprint()
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:

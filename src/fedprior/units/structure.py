@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A gated layer: gate j switches row j of each of its `parameters`; if `axis` is 1, column j of its only one."""
+    """A gated layer: gate j switches row j of each of its `parameters`; if `axis` is 1, column j of its only one.
+
+    With blocks, it switches block j instead of row j.
+    """
 
     name: str
     size: int
@@ -14,6 +17,17 @@ class Layer:
     """`conv` or `linear`."""
     axis: int = 0
     """0 if gates are on the layer's outputs, 1 if they are on its inputs."""
+    columns: tuple[str, ...] = ()
+    """Parameters of which gate j switches column j as well: the second factor of an adapter."""
+    block: int = 1
+    """How many rows each gate switches: those of an attention head."""
+    copies: int = 1
+    """How often these blocks follow each other in a parameter: a fused projection has queries, keys and values."""
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Every parameter of which a unit has a part."""
+        return (*self.parameters, *self.columns)
 
 
 @dataclass(frozen=True)

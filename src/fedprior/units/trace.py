@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError, SettingError
+from fedprior.units.components import find_components
 from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.torch_operations import CONVOLUTIONS
 from fedprior.units.walk import Edge, Shapes, Walk
@@ -34,9 +35,12 @@ def find_structure(
 
     The layers that feed the output have no gates unless `gate_output` is set. Frozen layers and those named in
     `ungated` have none either. Linear layers have gates on their outputs or, as in Louizos et al. (2018), their inputs.
+    The units of a network with adapters are the components of those.
     """
     if linear_gates not in LINEAR_GATES:
         raise SettingError(f"linear_gates must be {' or '.join(LINEAR_GATES)}, got {linear_gates!r}")
+    if components := find_components(model, ungated):
+        return components
     by_inputs = linear_gates == "inputs"
     # With gates on inputs, those of the output layer belong to what it reads: its own rows are the classes.
     found = find_edges(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)

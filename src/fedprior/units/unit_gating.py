@@ -30,14 +30,22 @@ class UnitGating(Gating):
         """The layers as rows of matrices and entries of vectors, or None if some have another form."""
         for layer in structure.layers:
             ranks = [len(self.shapes[name]) for name in layer.parameters]
-            if layer.axis != 0 or len(ranks) > MOST or any(rank > 1 for rank in ranks[1:]):
+            plain = layer.axis == 0 and not layer.columns and layer.block == layer.copies == 1
+            if not plain or len(ranks) > MOST or any(rank > 1 for rank in ranks[1:]):
                 return None
         return tuple(Rows(layer.size, len(layer.parameters)) for layer in structure.layers) or None
 
     def magnitudes(self, params: Params) -> Tensor:
         if self.by_rows:
             return row_norms([params[layer.parameters[0]] for layer in self.structure.layers])
-        return torch.cat([self._part_norms(layer, 0, params) for layer in self.structure.layers]).detach()
+        return torch.cat([self._weight_norms(layer, params) for layer in self.structure.layers]).detach()
+
+    def _weight_norms(self, layer: Layer, params: Params) -> Tensor:
+        """The norms of a layer's groups, of their matrices alone."""
+        matrices = [i for i, name in enumerate(layer.owned) if len(self.shapes[name]) > 1]
+        parts = [self._part_norms(layer, i, params) for i in matrices]
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0) if len(parts) > 1 else parts[0]
+        return joint
 
     def scale(self, params: Params, joint: Tensor) -> Params:
         if not self.by_rows:
@@ -61,7 +69,7 @@ class UnitGating(Gating):
         return [name for layer in self.structure.layers for name in layer.parameters]
 
     def joint_norms(self, params: Params) -> Tensor:
-        most = max(len(layer.parameters) for layer in self.structure.layers)
+        most = max(len(layer.owned) for layer in self.structure.layers)
         parts = [
             torch.cat([self._part_norms(layer, i, params) for layer in self.structure.layers]) for i in range(most)
         ]
@@ -69,15 +77,18 @@ class UnitGating(Gating):
         return joint
 
     def _part_norms(self, layer: Layer, index: int, params: Params) -> Tensor:
-        """The norms of the rows (or columns) of a layer's `index`-th parameter; zeros if it has fewer."""
-        if index >= len(layer.parameters):
+        """The norms of what each unit has of a layer's `index`-th parameter; zeros if it has fewer."""
+        if index >= len(layer.owned):
             return params[layer.parameters[0]].new_zeros(layer.size)
-        values = params[layer.parameters[index]].transpose(0, layer.axis)
+        values = params[layer.owned[index]].transpose(0, layer.axis if index < len(layer.parameters) else 1)
+        if layer.block * layer.copies > 1:
+            values = values.unflatten(0, (layer.copies, layer.size, layer.block)).transpose(0, 1).flatten(1)
         norms: Tensor = torch.linalg.vector_norm(values.reshape(layer.size, -1), dim=1) if values.dim() > 1 else values
         return norms
 
     def strengths(self, params: Params) -> Gates:
-        """The norm of the weights that make a unit, times the norm of those that read it."""
+        """The norm of the weights that make a unit, times the norm of those that read it. For a component of an
+        adapter, this is the norm of its product."""
         heard: Gates = {}
         for reader in self.structure.readers:
             squares = params[reader.parameter].square().transpose(0, 1).flatten(1).sum(1)
@@ -88,6 +99,10 @@ class UnitGating(Gating):
                     read = read.sum(0, keepdim=True) if self.gate_shapes[source] == (1,) else read
                     heard[source] = heard.get(source, 0.0) + read
         norms = self.norms(params)
+        for layer in self.structure.layers:
+            if layer.columns:
+                norms[layer.name] = self._part_norms(layer, 0, params)
+                heard[layer.name] = self._part_norms(layer, 1, params).square()
         return {layer: norm * heard[layer].sqrt() if layer in heard else norm for layer, norm in norms.items()}
 
     def can_narrow(self, layer: str) -> bool:
@@ -95,16 +110,19 @@ class UnitGating(Gating):
 
     def sizes(self) -> dict[str, int]:
         return {
-            layer.name: sum(torch.Size(self.shapes[name]).numel() // layer.size for name in layer.parameters)
+            layer.name: sum(torch.Size(self.shapes[name]).numel() // layer.size for name in layer.owned)
             for layer in self.structure.layers
         }
 
     def rows(self, gates: Gates) -> Params:
-        return {
-            name: self._along(gates[layer.name], name, layer.axis)
-            for layer in self.structure.layers
-            for name in layer.parameters
-        }
+        found: Params = {}
+        for layer in self.structure.layers:
+            gate = gates[layer.name]
+            spread = gate if layer.block == 1 else gate.repeat_interleave(layer.block)
+            spread = spread if layer.copies == 1 else spread.repeat(layer.copies)
+            found |= {name: self._along(spread, name, layer.axis) for name in layer.parameters}
+            found |= {name: self._along(gate, name, 1) for name in layer.columns}
+        return found
 
     def _along(self, values: Tensor, parameter: str, axis: int) -> Tensor:
         """Reshape values for the rows (axis 0) or columns (axis 1) of a parameter, to broadcast to it."""

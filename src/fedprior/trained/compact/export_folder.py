@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fedprior.core.adapters import merged
 from fedprior.core.errors import ModelError, RunError
 from fedprior.core.files import writing
 from fedprior.core.storage import to_bytes
@@ -60,7 +61,7 @@ def _write(
     module: nn.Module, inputs: Tensor, folder: Path, about: Mapping[str, Any], with_onnx: bool | None, align: int
 ) -> Description:
     """Write the network's files, check and measure them; return their description."""
-    example, expected = inputs[0], _run(module, inputs)
+    example, expected, module = inputs[0], _run(module, inputs), merged(module)
     batch = inputs.repeat(-(-BATCH // len(inputs)), *[1] * example.dim())[:BATCH]
     small = compact(module, example)
     loaded, exact, note = _write_torch(small.module, inputs, expected, folder, about)
