@@ -79,6 +79,8 @@ def test_the_first_factor_keeps_its_size_and_place_so_that_no_component_dies():
         product = torch.einsum("sor,sri->oi", each["b"], each["a"]) / CLIENTS
         if each is not uploads:  # of rank one and zero, nothing is lost
             torch.testing.assert_close(solved["b"] @ a, product, rtol=0, atol=1e-6)
+        if not each["b"].any():  # nothing but the mean A says where to go on
+            torch.testing.assert_close(mean @ a.T @ a * RANK / mean.square().sum(), mean)
 
 
 def test_a_server_optimiser_is_refused():

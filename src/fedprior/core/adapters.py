@@ -23,7 +23,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float, generator: torch.Generator) -> None:
         super().__init__()
-        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        like: dict[str, Any] = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
         self.base = base
         self.down = nn.Linear(base.in_features, rank, **like)
         self.up = nn.Linear(rank, base.out_features, **like)
@@ -189,7 +189,7 @@ def find_adapters(module: nn.Module) -> tuple[Adapter, ...]:
         if isinstance(part, Adapted):
             found.append(Adapter(name, f"{within}down.weight", f"{within}up.weight"))
         elif _of_peft(part):
-            factors = part.lora_A.items()  # type: ignore[union-attr,operator]  # a ModuleDict
+            factors = part.lora_A.items()
             found += [
                 Adapter(f"{within}{key}", f"{within}lora_A.{key}.weight", f"{within}lora_B.{key}.weight")
                 for key, factor in factors
@@ -198,7 +198,7 @@ def find_adapters(module: nn.Module) -> tuple[Adapter, ...]:
     return tuple(found)
 
 
-def _of_peft(part: nn.Module) -> bool:
+def _of_peft(part: Any) -> bool:
     return isinstance(getattr(part, "lora_A", None), nn.ModuleDict) and hasattr(part, "base_layer")
 
 
@@ -211,6 +211,6 @@ def merged(module: nn.Module) -> nn.Module:
         if isinstance(part, Adapted):
             whole = _replaced(whole, name, part.merged())
         elif _of_peft(part):
-            part.merge()  # type: ignore[operator]
-            whole = _replaced(whole, name, part.get_base_layer())  # type: ignore[operator]
+            part.merge()
+            whole = _replaced(whole, name, part.get_base_layer())
     return whole
