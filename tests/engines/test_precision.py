@@ -112,8 +112,8 @@ def test_learns_with_fewer_bytes(name, precisions):
     records = [sim.step(evaluate=False)[0] for _ in range(15)]
     losses = [record["train_loss"] for record in records]
     assert sum(losses[-3:]) < sum(losses[:3])
-    # Units are small here, so scales matter. A threshold for each weight keeps two bytes, what a prior of one's own tells
-    # beside weights all four.
+    # Units are small here, so scales matter. A threshold for each weight keeps two bytes; what a prior of one's own
+    # tells beside weights keeps all four.
     down = {"fedsparse-unstructured": 0.7, "trend": 0.65}.get(name, 0.5)
     if name not in ("fedpm", "fedtopk"):  # whose uploads are small in any precision: here mostly header and mask
         assert records[0]["bytes_up"] < 0.35 * full["bytes_up"]
