@@ -45,11 +45,13 @@ clean:
 	rm -rf .venv benchmarks/.venv runs site
 
 # What `make run` needs. constraints.txt pins every version, torch's CPU build
-# among them; the package itself asks for a range. Modules are compiled when they are first used, which saves half a minute.
+# among them; the package itself asks for a range. Only the modules that a run imports are compiled, which saves half a
+# minute; one run is made for that, so that the first of one's own starts at once, also where Python may not write bytecode.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedprior needs Python 3.11 or newer; say which with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[report]'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import fedprior.cli.app, fedprior.runs.start, fedprior.report.progress, torch.func'
 	@touch $@
 
 # What the tests, the deployment and an export need besides.

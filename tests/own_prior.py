@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprior.catalogue.algorithms import SGD, Entry
+from fedprior.catalogue.algorithms import Entry
+from fedprior.catalogue.algorithms.options import SGD
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
 from fedprior.core.trees import Params, Tree

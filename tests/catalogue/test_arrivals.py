@@ -1,7 +1,5 @@
 """Settings arrive where they belong: every one of a named algorithm, told apart by its value."""
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,7 @@ from torch import nn
 import fedprior
 from fedprior.catalogue.algorithms import ALGORITHMS, recorded_algorithm
 from fedprior.core.network import Network
+from fedprior.core.options import options_of
 from fedprior.corrections import Correction, Scaffold
 from fedprior.priors import SpikeSlab
 
@@ -82,13 +81,11 @@ def test_settings_reach_the_prior(name: str, settings: dict) -> None:
     assert type(built.correction) is Correction
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, entry in ALGORITHMS.items() if "floor" in inspect.signature(entry.build).parameters]
-)
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if "floor" in options_of(entry.build)])
 def test_floor_and_average_reach_the_algorithm(name: str) -> None:
     gating = fedprior.algorithm(name, NETWORK, floor=2).prior.gating
     assert gating.least == 2
-    if "average" in inspect.signature(ALGORITHMS[name].build).parameters:
+    if "average" in options_of(ALGORITHMS[name].build):
         assert fedprior.algorithm(name, NETWORK, average=True).average
         assert not fedprior.algorithm(name, NETWORK).average
 

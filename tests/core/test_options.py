@@ -1,6 +1,7 @@
 """Options of a factory: read from its signature, converted from text or TOML, refused with the nearest name."""
 
 import tomllib
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedprior.core.errors import SettingError
 from fedprior.core.optimisers import Optimiser
-from fedprior.core.options import Option, convert, nearest, options_of, plain, resolve
+from fedprior.core.options import Group, Option, call, convert, nearest, options_of, plain, resolve
 
 SGD = Optimiser("SGD", {"lr": 0.1})
 
@@ -39,6 +40,29 @@ def test_options_are_the_keyword_only_parameters():
     assert list(options) == ["count", "rate", "open_gates", "name", "limit", "layers", "optimiser", "server"]
     assert options["rate"] == Option("rate", float, 0.5)
     assert options["limit"] == Option("limit", int | None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Group):
+    rate: float = 0.5
+    layers: tuple[str, ...] = ()
+
+
+def with_group(first: int, *, count: int = 1, shared: Shared = Shared(rate=0.25)) -> tuple[int, int, Shared]:
+    return first, count, shared
+
+
+def test_the_fields_of_a_group_are_options_with_the_factorys_own_defaults():
+    assert {name: option.default for name, option in options_of(with_group).items()} == {
+        "count": 1,
+        "rate": 0.25,
+        "layers": (),
+    }
+    chosen = resolve(with_group, {"layers": "a,b"}, "a factory")
+    assert call(with_group, 7, options=chosen) == (7, 1, Shared(rate=0.25, layers=("a", "b")))
+    assert call(with_group, 7, options={"count": 2}) == (7, 2, Shared(rate=0.25))
+    with pytest.raises(SettingError, match="did you mean 'rate'"):
+        resolve(with_group, {"rat": 1}, "a factory")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from fedprior.core.errors import SettingError
+
+Made = TypeVar("Made")
 
 
 def _acts(chosen: Any) -> str:
@@ -81,10 +83,31 @@ class Option:
         return cls(name, kind, default, next((one for one in more if isinstance(one, About)), About()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Settings that several factories share, as fields. A parameter whose default is a group stands for all of them."""
+
+
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
-    """The keyword-only parameters of a factory or dataclass."""
-    parameters = inspect.signature(factory).parameters.values()
-    return {p.name: Option.of(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    """The keyword-only parameters of a factory or dataclass, and the fields of its groups."""
+    found: dict[str, Option] = {}
+    for p in inspect.signature(factory).parameters.values():
+        if isinstance(p.default, Group):
+            shared = options_of(type(p.default)).items()
+            found |= {name: replace(option, default=getattr(p.default, name)) for name, option in shared}
+        elif p.kind is p.KEYWORD_ONLY:
+            found[p.name] = Option.of(p.name, p.annotation, p.default)
+    return found
+
+
+def call(factory: Callable[..., Made], *arguments: Any, options: Mapping[str, Any]) -> Made:
+    """What the factory makes with these options; it receives those of a group as the group."""
+    values = dict(options)
+    for p in inspect.signature(factory).parameters.values():
+        if isinstance(p.default, Group):
+            own = {one.name: values.pop(one.name) for one in fields(p.default) if one.name in values}
+            values[p.name] = replace(p.default, **own)
+    return factory(*arguments, **values)
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> SettingError:

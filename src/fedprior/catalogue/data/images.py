@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprior.core.errors import DataError, SettingError
+from fedprior.core.errors import DataError
 
 
 class Scale(NamedTuple):
@@ -35,15 +35,8 @@ PIXELS = ("standard", "symmetric")
 """(pixel − mean) / deviation of the training set, channel by channel; or (pixel − 0.5) / 0.5, from −1 to 1."""
 
 
-def check_pixels(pixels: str) -> None:
-    """Refuse an unknown scale."""
-    if pixels not in PIXELS:
-        raise SettingError(f"pixels must be {' or '.join(PIXELS)}, got {pixels!r}")
-
-
 def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> tuple[Tensor, Tensor, Scale]:
     """Convert 8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
-    check_pixels(pixels)
     first, second = _channels_first(train), _channels_first(test)
     mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
     if pixels == "symmetric":

@@ -7,7 +7,7 @@ from typing import Any
 from fedprior.catalogue.tasks.base import Task, own_task
 from fedprior.catalogue.tasks.from_file import file_options, file_task, full, is_file, short
 from fedprior.catalogue.tasks.named import TASKS
-from fedprior.core.options import check_effect, nearest, options_of, resolve
+from fedprior.core.options import call, check_effect, nearest, options_of, resolve
 
 __all__ = ["TASKS", "Task", "full", "is_file", "own_task", "recorded_task", "short", "task", "task_options"]
 
@@ -30,6 +30,7 @@ def task(name: str, seed: int = 0, **options: Any) -> Task:
 def recorded_task(name: str, seed: int, options: Mapping[str, Any]) -> Task:
     """The task as a run recorded it. The run may be older than the refusal of options without effect."""
     if is_file(name):
-        made, given = file_task(name, seed, options)
-        return replace(made, name=full(name), options=given, seed=seed)
-    return replace(TASKS[name](seed, **task_options(name, options)), seed=seed)
+        made, chosen = file_task(name, seed, options)
+        return replace(made, name=full(name), options=chosen, seed=seed)
+    chosen = task_options(name, options)
+    return replace(call(TASKS[name], seed, options=chosen), options=chosen, seed=seed)

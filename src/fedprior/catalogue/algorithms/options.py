@@ -1,33 +1,26 @@
-"""What the settings of algorithms and tasks are, and when one of them has no effect: the types of their parameters.
+"""What the settings of algorithms are, and when one of them has no effect: the types of their factories' parameters.
 
-`idle` gets all settings of an algorithm, or of a task, as attributes. With those of an algorithm it also gets the
-`network`.
+Settings that several factories share are in groups: `Training`, `Gates` and `Size`. `idle` gets all settings of an
+algorithm as attributes, and the `network`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated, Any
 
-from fedprior.catalogue.data.schemes import PARTITIONS
 from fedprior.core.adapters import find_adapters
+from fedprior.core.errors import SettingError
 from fedprior.core.network import Network
 from fedprior.core.optimisers import Optimiser
-from fedprior.core.options import About
+from fedprior.core.options import About, Group
+from fedprior.corrections import Correction, Scaffold, TopK
+from fedprior.em import Algorithm
+from fedprior.priors import Prior
 from fedprior.units import Gating, Structure, UnitGating, WeightGating, find_structure
 
 
 # ---------------------------------------------------------------------- which unit a rate is for
-def gating(
-    network: Network, structured: bool, gate_output: bool, linear_gates: str, ungated: tuple[str, ...], floor: int
-) -> Gating:
-    """The gates of an algorithm with these settings: one per unit, or one per weight."""
-    if structured:
-        structure = find_structure(
-            network.module, network.example, gate_output=gate_output, ungated=ungated, linear_gates=linear_gates
-        )
-        return UnitGating(structure, floor=floor)
-    return WeightGating({name: tuple(value.shape) for name, value in network.params().items()}, floor=floor)
-
-
 def rate_names(structure: Structure) -> dict[str, str]:
     """The rate that FedDrop has for each gated layer: inputs and outputs have their own."""
     names = {}
@@ -89,9 +82,8 @@ def _drawn_rate(kind: str, layer: str, unit: str) -> About:
     """FedNarrow's rate for that kind of layer."""
 
     def idle(chosen: Any) -> str:
-        names, structured = ("gate_output", "linear_gates", "ungated", "floor"), getattr(chosen, "structured", True)
-        own = gating(chosen.network, structured, *(getattr(chosen, name) for name in names))
-        there = kind in drawn_kinds(own).values()
+        gates = Gates(**{one.name: getattr(chosen, one.name) for one in fields(Gates)})
+        there = kind in drawn_kinds(gates.gating(chosen.network, getattr(chosen, "structured", True))).values()
         return _not_of_weights(chosen) or ("" if there else f"the network has no {layer} whose units may be left out")
 
     return About(f"how often a {unit} that is kept is left out of what a client is sent", idle=idle)
@@ -114,13 +106,107 @@ def _one_component(chosen: Any) -> str:
     return "" if chosen.components > 1 else "there is only one component"
 
 
-# ---------------------------------------------------------------------- settings of algorithms
-LocalOptimiser = Annotated[Optimiser, About("the clients' optimiser of weights")]
-ServerOptimiser = Annotated[Optimiser | None, About("the server's optimiser of weights; none: the closed-form M-step")]
-Scaffold = Annotated[bool, About("whether control variates correct the clients' gradients")]
-TopKShare = Annotated[
-    float | None, About("the share of an upload's entries that is sent, the rest being remembered", unsaid="all")
-]
+# ---------------------------------------------------------------------- settings that algorithms share
+SGD = Optimiser.preset("SGD", lr=0.05)
+Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
+Floor = Annotated[int, About("the least number of open gates in a layer")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Group):
+    """How weights are trained by the clients and averaged by the server."""
+
+    local_optimiser: Annotated[Optimiser, About("the clients' optimiser of weights")] = SGD
+    server_optimiser: Annotated[
+        Optimiser | None, About("the server's optimiser of weights; none: the closed-form M-step")
+    ] = None
+    top_k: Annotated[
+        float | None, About("the share of an upload's entries that is sent, the rest being remembered", unsaid="all")
+    ] = None
+
+    def algorithm(
+        self,
+        prior: Prior,
+        *,
+        average: bool = False,
+        local: Mapping[str, Optimiser] = MappingProxyType({}),
+        server: Mapping[str, Optimiser] = MappingProxyType({}),
+    ) -> Algorithm:
+        """The algorithm of this prior; `local` and `server` have the optimisers of variables beside the weights."""
+        steps = {"weights": self.server_optimiser, **server} if self.server_optimiser else None
+        return Algorithm(prior, {"weights": self.local_optimiser, **local}, steps, self.correction(), average=average)
+
+    def correction(self) -> Correction:
+        """What corrects a client's gradients or its upload."""
+        return Correction() if self.top_k is None else TopK(self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected(Training):
+    """The same, for priors whose gradients control variates can correct."""
+
+    scaffold: Annotated[bool, About("whether control variates correct the clients' gradients")] = False
+
+    def correction(self) -> Correction:
+        """Control variates, if asked for; they derive gradients from the steps of plain SGD."""
+        if not self.scaffold:
+            return super().correction()
+        if self.top_k is not None:
+            raise SettingError("a client remembers control variates or what it has not sent: give scaffold or top_k")
+        if self.local_optimiser.name != "SGD":
+            raise SettingError(
+                "SCAFFOLD derives gradients from the steps of plain SGD, but the local optimiser is "
+                f"{self.local_optimiser}"
+            )
+        return Scaffold()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates(Group):
+    """Which parts of the network have gates."""
+
+    gate_output: Annotated[bool, About("whether units of the output have gates", idle=_of_layers)] = False
+    linear_gates: Annotated[
+        str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_of_layers)
+    ] = "outputs"
+    ungated: Ungated = ()
+    floor: Floor = 1
+
+    def gating(self, network: Network, structured: bool = True) -> Gating:
+        """The gates of an algorithm with these settings: one per unit, or one per weight."""
+        if not structured:
+            return WeightGating(
+                {name: tuple(value.shape) for name, value in network.params().items()}, floor=self.floor
+            )
+        structure = find_structure(
+            network.module,
+            network.example,
+            gate_output=self.gate_output,
+            ungated=self.ungated,
+            linear_gates=self.linear_gates,
+        )
+        return UnitGating(structure, floor=self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Group):
+    """How large a network should be; half of it if neither is given."""
+
+    sparsity: Annotated[
+        float | None, About("the share of parameters to remove", unsaid="0.5 without max_parameters", idle=_said_twice)
+    ] = None
+    max_parameters: Annotated[int | None, About("the largest number of parameters")] = None
+
+    def sparsity_of(self, gating: Gating) -> float:
+        """The share of these gates' parameters to remove."""
+        if self.max_parameters is None:
+            return 0.5 if self.sparsity is None else self.sparsity
+        if self.max_parameters < 1:
+            raise SettingError(f"max_parameters must be at least 1, got {self.max_parameters}")
+        return max(0.0, 1 - self.max_parameters / gating.parameters)
+
+
+# ---------------------------------------------------------------------- settings of one algorithm
 Average = Annotated[bool, About("whether the server ships the average of its last rounds, not the last one")]
 OfProducts = Annotated[
     bool, About("whether an adapter's mean is that of its products B A, not of its factors", idle=_without_adapters)
@@ -135,12 +221,6 @@ InputRate = Annotated[float, _rate("input_rate", "layer that reads the input", "
 OutputRate = Annotated[float, About("the same for a unit of the output")]
 Noise = Annotated[bool, About("whether clients also use dropout, at the same rates", idle=_nothing_dropped)]
 Structured = Annotated[bool, About("whether each gate is on a unit, or on a single weight")]
-GateOutput = Annotated[bool, About("whether units of the output have gates", idle=_of_layers)]
-LinearGates = Annotated[
-    str, About("whether the gates of linear layers are on their `outputs` or `inputs`", idle=_of_layers)
-]
-Ungated = Annotated[tuple[str, ...], About("names of layers without gates", idle=_not_of_weights)]
-Floor = Annotated[int, About("the least number of open gates in a layer")]
 Lambda0 = Annotated[float, About("λ₀, what an active parameter costs")]
 CrossEntropy = Annotated[float, About("κ, how strongly the server's gates pull a client's")]
 Temperature = Annotated[float, About("T, the temperature of the gates' probabilities")]
@@ -167,10 +247,6 @@ MaskModel = Annotated[
     str, About("the server's network: `mean`, every weight times its probability, or `mode`, the likelier mask")
 ]
 PullOfGates = Annotated[float, About("κ, how much a client's probabilities heed the server's")]
-Sparsity = Annotated[
-    float | None, About("the share of parameters to remove", unsaid="0.5 without max_parameters", idle=_said_twice)
-]
-MaxParameters = Annotated[int | None, About("the largest number of parameters")]
 LaterDenseRounds = Annotated[
     int | None, About("rounds before the first gate closes", unsaid="0; of single weights and components 20")
 ]
@@ -181,33 +257,3 @@ Closing = Annotated[float, About("the share of rounds in which gates close, befo
 Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's")]
 DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
 DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]
-
-
-# ---------------------------------------------------------------------- settings of tasks
-def _of_partitions(*names: str) -> Any:
-    def idle(chosen: Any) -> str:
-        # A partition that cannot be made has a message of its own.
-        made = chosen.partition in PARTITIONS and (chosen.partition != "column" or chosen.column)
-        return f"partition={chosen.partition} does not look at it" if made and chosen.partition not in names else ""
-
-    return idle
-
-
-Clients = Annotated[int, About("how many clients there are")]
-Alpha = Annotated[float, About("α of Dirichlet(α), by which classes are divided; small: each client has few")]
-Concentration = Annotated[
-    float, About("Dirichlet's concentration for each class: 0.1 and 0.5 in most papers; small: each client has few")
-]
-Init = Annotated[str, About("how weights are initialised: `default`, as torch does, `glorot` or `he`")]
-DataDir = Annotated[str, About("a folder with the data sets in the Hugging Face Hub's layout", machine=True)]
-Validation = Annotated[bool, About("whether a part of the training set takes the place of the test set")]
-Pixels = Annotated[str, About("how images are scaled")]
-PartitionSeed = Annotated[int | None, About("the seed of the partition", unsaid="the run's")]
-DividedClients = Annotated[
-    int, About("how many clients there are", idle=_of_partitions("iid", "shards", "dirichlet", "classes", "quantity"))
-]
-DividedAlpha = Annotated[
-    float,
-    About("α of Dirichlet(α), by which examples are divided", idle=_of_partitions("dirichlet", "classes", "quantity")),
-]
-DividedShards = Annotated[int, About("shards that a client has", idle=_of_partitions("shards"))]
