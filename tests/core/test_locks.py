@@ -1,6 +1,7 @@
 """A run's folder has one writer: tried with real processes, killed ones among them, and on a disk without locks."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -60,6 +61,29 @@ def test_a_killed_process_leaves_no_lock(holder, tmp_path):
     with _alone(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whether_a_process_is_the_writer_can_be_asked_without_disturbing_one(holder, tmp_path, monkeypatch):
+    assert locks.held(tmp_path) is False
+    process = holder(tmp_path)
+    assert locks.held(tmp_path) is True
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert locks.held(tmp_path) is False
+    # While it is asked, a writer that starts has patience.
+    unlocked = []
+
+    def sleep(seconds):
+        unlocked.append(seconds)
+        fcntl.flock(reader, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    with (tmp_path / locks.NAME).open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        with _alone(tmp_path):
+            assert len(unlocked) == 1
+    monkeypatch.setattr(locks, "fcntl", None)
+    assert locks.held(tmp_path) is None
 
 
 def _alone(folder):

@@ -92,7 +92,7 @@ def test_six_settings_of_one_algorithm_are_six_rows_and_six_lines(write_run, tmp
         assert f"| {name} |" in table_of_runs(runs).markdown()
         assert name in numbers_of_runs(runs).csv()
         assert f"{name.replace('_', chr(92) + '_')} &" in table_of_runs(runs).latex()
-    assert sorted(run.label for run in look(tmp_path)) == sorted(names)
+    assert sorted(seen.run.label for seen in look(tmp_path)) == sorted(names)
     # The command says the recorded label.
     assert "--label fedsparse " in repeat_command(runs[0])
     assert "lambda0=" in repeat_command(runs[0]).split("--set", 1)[1]

@@ -1,5 +1,7 @@
 """Runs read back from disk: equal to what was run, robust against every kind of damage, grouped over seeds."""
 
+import html
+import io
 import json
 import math
 import re
@@ -10,13 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import fedprior
 import fedprior.report
 from fedprior.core.late import late
+from fedprior.report.names import told_apart
+from fedprior.report.page import page
 from fedprior.report.records import Broken, Run, estimate, find_runs, group_runs, read_run
+from fedprior.report.run_tables import numbers_of_runs, table_of_runs
+from fedprior.report.watch import look, view
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +147,18 @@ def test_missing_numbers_are_nan(run):
 
 # ---------------------------------------------------------------------- broken
 
+DEEP = '{"x":' * 99_999 + "1" + "}" * 99_999
 DAMAGE = {
     "config missing": ("config.toml", lambda text: None, "no config.toml"),
     "config cut": ("config.toml", lambda text: text[: text.index("=") + 1], "config.toml is damaged"),
     "config of something else": ("config.toml", lambda text: "[tool]\nx = 1\n", r"no table \[run\]"),
     "config without a seed": ("config.toml", lambda text: text.replace("seed = ", "sead = "), "has no seed"),
+    "config nested": ("config.toml", lambda text: f"{text}x = {'[' * 9999}{']' * 9999}\n", "nested too deeply"),
+    "config of too many rounds": (
+        "config.toml",
+        lambda text: text.replace("rounds = 5", "rounds = 5" + "0" * 99),
+        "no run",
+    ),
     "config as bytes": ("config.toml", lambda text: b"\xff\xfe", "config.toml is damaged"),
     "rounds missing": ("rounds.jsonl", lambda text: None, "says 5 rounds, but rounds.jsonl holds 0"),
     "rounds cut": ("rounds.jsonl", lambda text: text[: len(text) // 2], "says 5 rounds"),
@@ -153,6 +167,13 @@ DAMAGE = {
     "not records": ("rounds.jsonl", lambda text: "[]\n" * 5, "line 1 is not round 1"),
     "no bytes": ("rounds.jsonl", lambda text: text.replace("bytes_up", "bytes_out"), "line 1 has no bytes"),
     "bytes beyond all bounds": ("rounds.jsonl", lambda text: text.replace('up": ', 'up": ' + "9" * 400, 1), "no bytes"),
+    "a round nested": (
+        "rounds.jsonl",
+        lambda text: text.replace('loss": ', 'loss": ' + DEEP, 1),
+        "line 1: .* too deeply",
+    ),
+    "summary nested": ("summary.json", lambda text: text.replace('"seed": ', f'"x": {DEEP}, "seed": '), "too deeply"),
+    "summary of half a letter": ("summary.json", lambda text: text.replace("fedavg", r"\ud800"), "surrogates"),
     "summary cut": ("summary.json", lambda text: text[:-10], "summary.json is damaged"),
     "summary empty": ("summary.json", lambda text: "{}", "summary.json is damaged"),
     "summary of words": (
@@ -200,6 +221,34 @@ def test_damaged_files_never_raise(made, tmp_path_factory, content, name):
     assert isinstance(read_run(folder), Run | Broken)
 
 
+ODD = ["null", "true", "-1", "9" * 400, "1e400", "NaN", '"x"', "[]", "{}", "[[{}]]", "[" * 400 + "]" * 400]
+
+
+FILES = ("rounds.jsonl", "summary.json", "partition.json", "times.jsonl")
+
+
+@given(st.sampled_from(FILES), st.integers(0, 99), st.sampled_from(ODD))
+@settings(max_examples=60, deadline=None)
+def test_an_odd_value_never_keeps_other_runs_from_being_shown(made, tmp_path_factory, name, place, value):
+    """Whatever a key holds, all that shows runs shows the run, or names it."""
+    root = tmp_path_factory.mktemp("odd")
+    good = shutil.copytree(made[0] / "fedavg" / "seed-0", root / "good")
+    odd = shutil.copytree(good, root / "odd")
+    text = (odd / name).read_text()
+    held, end = json.JSONDecoder().raw_decode(text)
+    keys = sorted({*held, "units/fc", "sparsity/fc", "faults", "global_accuracy_late"})
+    changed = json.dumps(held | {keys[place % len(keys)]: "here"}).replace('"here"', value)
+    (odd / name).write_text(changed + text[end:])
+    found = find_runs(root)
+    assert good in [run.path for run in found.runs]
+    assert len(found.runs) + len(found.broken) == 2
+    runs = told_apart(found.runs)
+    text = page(runs, found.broken)
+    assert all(html.escape(str(one.path)) in text for one in (*runs, *found.broken))
+    assert len(numbers_of_runs(runs).csv().splitlines()) == len(table_of_runs(runs).csv().splitlines()) == len(runs) + 1
+    Console(file=io.StringIO()).print(view(root, look(root)))
+
+
 def test_an_empty_folder_holds_no_runs(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         assert find_runs(path).runs == find_runs(path).broken == []
@@ -211,7 +260,7 @@ def test_the_report_imports_nothing_that_trains():
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
         assert all(
             name.startswith(("fedprior.report", "fedprior.version"))
-            or name in tuple(f"fedprior.core.{part}" for part in ("errors", "files", "late", "settings"))
+            or name in tuple(f"fedprior.core.{part}" for part in ("errors", "files", "late", "locks", "settings"))
             for name in imported
         ), path.name
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -21,6 +23,7 @@ def test_watch_shows_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert f"waiting for a run in {folder}" in shown(folder).replace("\n", "")
     write_run(folder, rounds=40, finished=False)
+    monkeypatch.setattr("fedprior.report.watch.held", lambda folder: True)
     lines = (folder / "rounds.jsonl").read_text().splitlines(keepends=True)
     (folder / "rounds.jsonl").write_text("")
     assert "0/40" in shown(folder)
@@ -39,6 +42,34 @@ def test_watch_shows_a_run_at_every_stage(write_run, tmp_path, monkeypatch):
     assert "no record for 2:00:03" in shown(folder)
     (folder / "rounds.jsonl").write_text("nonsense\n")
     assert "rounds.jsonl is damaged in line 1" in shown(folder)
+
+
+def test_watch_says_that_a_process_is_gone_and_ends(write_run, tmp_path):
+    write_run(tmp_path / "runs" / "killed", rounds=40, finished=False)
+    write_run(tmp_path / "runs" / "done", rounds=40)
+    hold = "import sys; from pathlib import Path; from fedprior.core.locks import alone_in\n"
+    hold += "with alone_in([Path(sys.argv[1])]): print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "runs" / "killed")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert "gone" not in shown(tmp_path / "runs")
+        process.kill()
+        process.wait()
+        console = Console(file=io.StringIO(), width=250)
+        watch(tmp_path / "runs", console)  # returns: nothing goes on
+        text = console.file.getvalue()
+        assert "stopped: its process is gone" in text
+        assert f"continue it: fedprior resume {tmp_path / 'runs' / 'killed'}" in text
+        assert text.count("finished") == 1
+
+
+def test_watch_shows_faults(write_run, tmp_path):
+    folder = write_run(tmp_path / "run", rounds=3)
+    faults = [{"node": "7", "client": 2, "what": "no reply in 600 s"}, {"node": "9", "client": None, "what": "garbage"}]
+    records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    records[0]["faults"], records[1]["faults"] = faults[:1], faults
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "3 faults, the last in round 2: node 9: garbage" in shown(folder)
 
 
 def test_watch_shows_a_folder_of_runs_and_ends_with_them(paperlike):

@@ -1,12 +1,13 @@
 """Let only one process write to a run's folder. The kernel releases the lock when the process ends, however it ends.
 
-Two writers would mix their records. Readers (`watch`, `report`, `export`) need no lock.
+Two writers would mix their records. Readers (`watch`, `report`, `export`) need no lock; `watch` looks who holds it.
 """
 
 import contextlib
 import errno
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,30 @@ NAME = ".lock"
 """The file that is locked. It is not the config, because that file may be replaced by a new one."""
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """The errors that file systems without locks return."""
+ATTEMPTS, PAUSE = 5, 0.02
+"""How often to try, and seconds between. `held` has the lock for less."""
+
+
+def held(folder: Path) -> bool | None:
+    """Whether a process is the writer of a run's folder; none where this cannot be told."""
+    if fcntl is None:
+        return None
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -90,7 +115,14 @@ def _lock(file: int, folder: Path) -> None:
     try:
         if fcntl is None:
             raise OSError(errno.ENOTSUP, "no flock")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for attempt in range(ATTEMPTS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                time.sleep(PAUSE)
     except BlockingIOError as error:
         who = os.read(file, 200).decode(errors="replace") or "another process"  # it has not signed yet
         raise RunError(f"{folder} is being trained by {who}; wait for it to finish, or stop it") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedprior.core.errors import counted
 from fedprior.core.files import write_atomically, writing
-from fedprior.core.late import MEANS
+from fedprior.core.late import MEANS, is_number
 from fedprior.report.page_data import UNITS, page_data, span
 from fedprior.report.reading import SECTIONS
 from fedprior.report.records import Broken, Group, Run, group_runs
@@ -206,7 +206,7 @@ def _units(groups: Sequence[Group]) -> str:
             last = evaluated[-1] if evaluated else {}
             for layer in (key.removeprefix("units/") for key in last if key.startswith("units/")):
                 counts = [last.get(f"{name}/{layer}") for name in UNITS]
-                texts = [run.label, str(run.seed), layer, *("–" if count is None else f"{count:,}" for count in counts)]
+                texts = [run.label, str(run.seed), layer, *(f"{n:,}" if is_number(n) else "–" for n in counts)]
                 lines.append(_row(texts, swatch, ""))
     if not lines:
         return ""

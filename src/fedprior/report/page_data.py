@@ -1,11 +1,11 @@
 """What the page's script draws, as plain data: lines of few enough points, layers, partitions."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fedprior.core.late import is_number
 from fedprior.report.reading import Partition, round_seconds
 from fedprior.report.records import Group, Run
 from fedprior.report.run_tables import SCORES
@@ -119,4 +119,4 @@ def _partitions(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> float | None:
     """The value if it is a finite number, else none: JSON has no NaN."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    return value if is_number(value) else None

@@ -5,7 +5,8 @@ What cannot be read raises a `ValueError` (or the system's `OSError`) whose text
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ FILES = ("config.toml", "rounds.jsonl", "summary.json")
 """A folder that has any of these holds a run."""
 SECTIONS = ("run", "task", "algorithm")
 """The tables of config.toml that hold settings."""
+MOST_ROUNDS = 10**9
+"""More rounds than this are a damaged config."""
 RECORDED = ("global_accuracy", "local_accuracy", "sparsity", "bytes_up", "bytes_down")
 """What summaries have; accuracies only where targets are classes. Null is a number that does not exist, for example
 because there are no test examples."""
@@ -38,10 +41,8 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "config.toml"
     if not path.is_file():
         raise ValueError("has no config.toml")
-    try:
+    with _damaged("config.toml is damaged"):
         config = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config.toml is damaged: {error}") from error
     for section in SECTIONS:
         if not isinstance(config.get(section), dict):
             raise ValueError(f"config.toml has no table [{section}]")
@@ -54,18 +55,19 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 def check_about(run: Mapping[str, Any]) -> None:
     """Refuse a config that does not identify its run; resuming a run checks all its settings."""
     for key, kind in {"task": str, "algorithm": str, "label": str, "seed": int, "rounds": int}.items():
-        if not isinstance(run.get(key), kind):
+        value = run.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"config.toml has no {key} of a run")
+    if not 0 <= run["rounds"] < MOST_ROUNDS:
+        raise ValueError(f"config.toml is damaged: no run has {run['rounds']} rounds")
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
     """All complete lines of rounds.jsonl; a line that a crash cut short has no end and does not count."""
     path, records = folder / "rounds.jsonl", []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else [], 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"rounds.jsonl is damaged in line {number}: {error}") from error
+        with _damaged(f"rounds.jsonl is damaged in line {number}"):
+            record = _parsed(line)
         if not isinstance(record, dict) or record.get("round") != number:
             raise ValueError(f"rounds.jsonl is damaged: line {number} is not round {number}")
         if not all(is_number(record.get(key)) for key in ("bytes_up", "bytes_down")):
@@ -81,10 +83,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     path = folder / "summary.json"
     if not path.is_file():
         return None
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"summary.json is damaged: {error}") from error
+    with _damaged("summary.json is damaged"):
+        summary = _parsed(path.read_bytes())
     if not isinstance(summary, dict) or not isinstance(summary.get("rounds"), int):
         raise ValueError("summary.json is damaged: it does not say how many rounds there were")
     for key in RECORDED:
@@ -101,19 +101,36 @@ def _is_entry(summary: Mapping[str, Any], key: str) -> bool:
     return not key.startswith("bytes") and (key in summary or key.endswith("accuracy"))
 
 
+def _parsed(text: bytes) -> Any:
+    """What JSON says, if all of it can be written again: half of a surrogate pair, say, cannot."""
+    value = json.loads(text)
+    if b"\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+@contextmanager
+def _damaged(what: str) -> Iterator[None]:
+    """Report whatever a file's content does to its reader as one kind of error."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ValueError(f"{what}: it is nested too deeply") from error
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def read_partition(folder: Path) -> Partition | None:
     """What partition.json says, if there is one."""
     path = folder / "partition.json"
     if not path.is_file():
         return None
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+    with _damaged("partition.json is damaged"):
+        held = _parsed(path.read_bytes())
         train, test = (np.array(held[name], np.int64) for name in ("train", "test"))
         if train.ndim != 2 or train.shape != test.shape or train.shape[1] != max(held["classes"], 1):
             raise ValueError("counts do not have one row per client and one column per class")
         return Partition(str(held["fingerprint"]), int(held["classes"]), train, test)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"partition.json is damaged: {error}") from error
 
 
 def read_trouble(folder: Path) -> str:
@@ -136,6 +153,6 @@ def round_seconds(folder: Path) -> dict[int, float]:
         try:
             record = json.loads(line)
             seconds[int(record["round"])] = float(record["seconds"])
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return seconds

@@ -193,11 +193,16 @@ def find_runs(root: Path | str) -> Found:
     """Every run under a folder, by path; a folder with any of a run's files counts as a run."""
     root = Path(root)
     try:
-        folders = sorted({path.parent for name in FILES for path in root.rglob(name)})
+        folders = folders_of_runs(root)
     except OSError as error:
         return Found(broken=[Broken(root, f"cannot be listed: {error.strerror}")])
     read = [read_run(folder) for folder in folders]
     return Found([r for r in read if isinstance(r, Run)], [r for r in read if isinstance(r, Broken)])
+
+
+def folders_of_runs(root: Path) -> list[Path]:
+    """Every folder under this one that has any of a run's files, by path."""
+    return sorted({path.parent for name in FILES for path in root.rglob(name)})
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:

@@ -1,13 +1,12 @@
 """Tables of runs, finished or not: accuracies, megabytes and sparsity; and, for programs, their plain numbers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table as RichTable
 
 from fedprior.core.errors import counted
-from fedprior.core.late import MEANS
+from fedprior.core.late import MEANS, is_number
 from fedprior.report.reading import round_seconds
 from fedprior.report.records import Run
 from fedprior.report.table import Table
@@ -49,7 +48,7 @@ def markdown_table(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def score(value: Any) -> str:
     """A measured number with four digits."""
-    return f"{value:.4g}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return f"{value:.4g}" if is_number(value) else "–"
 
 
 def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -118,7 +117,8 @@ def summary_of(run: Run) -> dict[str, Any]:
         **dict.fromkeys(SIZES),
         "seconds": sum(seconds.values()) if seconds else None,
     }
-    recorded = {k: v for k, v in (run.summary or {}).items() if k not in SIZES or isinstance(v, int | float)}
+    numbers = (*SIZES, *SCORES)
+    recorded = {k: v for k, v in (run.summary or {}).items() if not k.startswith(numbers) or is_number(v, finite=False)}
     return {**found, **recorded, "label": run.label, "rounds": len(run.rounds)}
 
 

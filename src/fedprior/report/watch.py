@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -12,17 +13,37 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedprior.core.locks import held
+from fedprior.report.faults import faults_of
 from fedprior.report.names import told_apart
 from fedprior.report.reading import round_seconds
-from fedprior.report.records import Broken, Run, find_runs, read_run
+from fedprior.report.records import Broken, Run, folders_of_runs, read_run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALE = 60.0
-"""Seconds without a record after which the view says so."""
+"""Seconds without a record after which the view says so, of a process that is there."""
+
+
+class Seen(NamedTuple):
+    """A run, and whether a process trains it; none where the file system cannot tell."""
+
+    run: Run | Broken
+    held: bool | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether there is more to do and nobody to do it."""
+        run = self.run
+        return self.held is False and isinstance(run, Run) and not run.finished and not run.trouble
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return isinstance(self.run, Broken) or self.run.finished or bool(self.run.trouble) or self.gone
 
 
 def watch(path: Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
-    """Show a run, or every run under a folder, until all are finished; an interrupt ends it quietly."""
+    """Show a run, or every run under a folder, until all have ended; an interrupt ends it quietly."""
     if once:
         console.print(view(path, look(path)))
         return
@@ -31,46 +52,62 @@ def watch(path: Path, console: Console, *, once: bool = False, interval: float =
             while True:
                 found = look(path)
                 live.update(view(path, found), refresh=True)
-                if found and all(isinstance(r, Broken) or r.finished or r.trouble for r in found):
+                if found and all(seen.ended for seen in found):
                     return
                 time.sleep(interval)
     except KeyboardInterrupt:
         return
 
 
-def look(path: Path) -> list[Run | Broken]:
+def look(path: Path) -> list[Seen]:
     """The run in a folder, or those under it; none where nothing has started yet."""
-    if (path / "config.toml").exists():
-        return [read_run(path)]
-    found = find_runs(path) if path.is_dir() else None
-    return [*told_apart(found.runs), *found.broken] if found else []
+    try:
+        folders = [path] if (path / "config.toml").exists() else folders_of_runs(path)
+    except OSError as error:
+        return [Seen(Broken(path, f"cannot be listed: {error.strerror}"))]
+    # Ask first and read then: a process that ends in between has written all that it had to say.
+    trained = {folder: held(folder) for folder in folders}
+    read = [read_run(folder) for folder in folders]
+    shown: list[Run | Broken] = [*told_apart([run for run in read if isinstance(run, Run)])]
+    shown += [run for run in read if isinstance(run, Broken)]
+    return [Seen(run, trained[run.path]) for run in shown]
 
 
-def view(path: Path, runs: Sequence[Run | Broken]) -> RenderableType:
-    """One row per run, and below it the course of its accuracy."""
-    if not runs:
+def view(path: Path, found: Sequence[Seen]) -> RenderableType:
+    """One row per run; below, the course of its accuracy, its last fault, and how to continue one that stopped."""
+    if not found:
         return Text(f"waiting for a run in {path}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("run", "round", "", "global", "local", "sparsity", "loss", "MB", "s/round", "state"):
         numeric = column not in ("run", "", "state")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
     lines: list[RenderableType] = [table]
-    for run in runs:
-        if isinstance(run, Broken):
-            lines.append(Text(f"{run.path}: {run.reason}", style="red"))
+    for seen in found:
+        if isinstance(seen.run, Broken):
+            lines.append(Text(f"{seen.run.path}: {seen.run.reason}", style="red"))
             continue
-        _add_row(table, run)
-        accuracy = list(run.series("global_accuracy").values())
-        loss = list(run.series("global_loss").values()) if not accuracy else []
-        if len(accuracy) > 1:
-            ends = f"{100 * accuracy[0]:.1f}% … {100 * accuracy[-1]:.1f}%"
-            lines.append(Text(f"  {run.label}  accuracy {sparkline(accuracy)}  {ends}"))
-        elif len(loss) > 1:
-            lines.append(Text(f"  {run.label}  held-out loss {sparkline(loss)}  {loss[0]:.4g} … {loss[-1]:.4g}"))
+        _add_row(table, seen.run, gone=seen.gone)
+        lines += _course(seen.run)
+        if faults := faults_of(seen.run):
+            lines.append(Text(f"  {seen.run.label}  {faults.line()}", style="yellow"))
+        if seen.gone:
+            lines.append(Text(f"  {seen.run.label}  continue it: fedprior resume {seen.run.path}", style="red"))
     return Group(*lines)
 
 
-def _add_row(table: Table, run: Run) -> None:
+def _course(run: Run) -> list[RenderableType]:
+    """How its accuracy has developed, or its loss."""
+    accuracy = list(run.series("global_accuracy").values())
+    loss = list(run.series("global_loss").values()) if not accuracy else []
+    if len(accuracy) > 1:
+        ends = f"{100 * accuracy[0]:.1f}% … {100 * accuracy[-1]:.1f}%"
+        return [Text(f"  {run.label}  accuracy {sparkline(accuracy)}  {ends}")]
+    if len(loss) > 1:
+        return [Text(f"  {run.label}  held-out loss {sparkline(loss)}  {loss[0]:.4g} … {loss[-1]:.4g}")]
+    return []
+
+
+def _add_row(table: Table, run: Run, *, gone: bool) -> None:
     done, seconds = len(run.rounds), round_seconds(run.path)
     recent = [seconds[r] for r in sorted(seconds)[-20:]]
     pace = sum(recent) / len(recent) if recent else None
@@ -83,7 +120,7 @@ def _add_row(table: Table, run: Run) -> None:
         f"{loss[max(loss)]:.3f}" if loss else "–",
         f"{1024**3 / 1e6 * run.gib[-1]:,.1f}" if done else "–",
         f"{pace:.2f}" if pace is not None else "–",
-        _state(run, pace),
+        "stopped: its process is gone" if gone else _state(run, pace),
     )
 
 
