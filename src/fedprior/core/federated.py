@@ -243,11 +243,20 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
 
 
 def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:
-    """Mark the examples with a number that is not finite. Works in blocks, because torch copies what it checks."""
+    """Mark the examples with a number that is not finite. Works in blocks, because torch copies what it checks.
+
+    The extremes of a block are finite if all of it is, and need no copy.
+    """
     if not values.is_floating_point() or not len(values):
         return torch.zeros(len(values), dtype=torch.bool)
     flat = values.reshape(len(values), -1)
-    return torch.cat([~part.isfinite().all(1) for part in flat.split(max(1, block // max(1, flat.shape[1])))])
+    return torch.cat([_marked(part) for part in flat.split(max(1, block // max(1, flat.shape[1])))])
+
+
+def _marked(rows: Tensor) -> Tensor:
+    if rows.numel() and bool(torch.stack(torch.aminmax(rows)).isfinite().all()):
+        return torch.zeros(len(rows), dtype=torch.bool)
+    return ~rows.isfinite().all(1).cpu()
 
 
 def _labels(targets: Tensor) -> Tensor:

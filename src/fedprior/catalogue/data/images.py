@@ -18,7 +18,7 @@ class Scale(NamedTuple):
     def __call__(self, images: np.ndarray) -> Tensor:
         """Convert 8-bit images [N, H, W] or [N, H, W, C] to inputs [N, C, H, W]."""
         mean, deviation = (torch.tensor(values).reshape(1, -1, 1, 1) for values in self)
-        return (_channels_first(images) - mean) / deviation
+        return _channels_first(images).sub_(mean).div_(deviation)
 
 
 class Images(NamedTuple):
@@ -38,11 +38,12 @@ PIXELS = ("standard", "symmetric")
 def normalise(train: np.ndarray, test: np.ndarray, pixels: str = "standard") -> tuple[Tensor, Tensor, Scale]:
     """Convert 8-bit images [N, H, W] or [N, H, W, C] to [N, C, H, W], scaled as `pixels` says; see PIXELS."""
     first, second = _channels_first(train), _channels_first(test)
-    mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
     if pixels == "symmetric":
-        mean, deviation = torch.full_like(mean, 0.5), torch.full_like(deviation, 0.5)
+        mean = deviation = torch.full((1, first.shape[1], 1, 1), 0.5)
+    else:
+        mean, deviation = first.mean((0, 2, 3), keepdim=True), first.std((0, 2, 3), keepdim=True)
     scale = Scale(tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist()))
-    return (first - mean) / deviation, (second - mean) / deviation, scale
+    return first.sub_(mean).div_(deviation), second.sub_(mean).div_(deviation), scale
 
 
 def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -62,4 +63,4 @@ def numbered_labels(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.nd
 def _channels_first(images: np.ndarray) -> Tensor:
     x = torch.from_numpy(np.ascontiguousarray(images))
     x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
-    return x.float().contiguous() / 255
+    return x.contiguous().float().div_(255)  # bytes are moved, not floats

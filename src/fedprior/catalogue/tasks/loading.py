@@ -46,7 +46,8 @@ def split(
     kept, other = np.sort(order[held:]), np.sort(order[:held])
     test = tested(validation)
     rows = other if validation else np.arange(len(arrays["test_label"]))
-    x, test_x, scale = normalise(arrays["train_image"][kept], arrays[f"{test}_image"][rows], pixels)
+    pair = arrays["train_image"], arrays[f"{test}_image"]
+    x, test_x, scale = normalise(*((pair[0][kept], pair[1][rows]) if validation else pair), pixels)
     labels = (arrays["train_label"][kept].astype(np.int64), arrays[f"{test}_label"][rows].astype(np.int64))
     return Images(x, labels[0], test_x, labels[1], scale), (kept, rows)
 
