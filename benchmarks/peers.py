@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--tasks",
-        default=",".join(name for name in TASKS if name != "smoke"),
+        default="cifar10,cifar100,femnist,pfl-cifar10",
         help=f"separated by commas: {', '.join(TASKS)}",
     )
     parser.add_argument(

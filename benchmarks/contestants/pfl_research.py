@@ -6,10 +6,9 @@ import sys
 from unittest.mock import MagicMock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from contestants.tasks import LR, Task
+from contestants.tasks import LR, Task, loss
 from contestants.turns import Turns
 
 UNUSED = {
@@ -53,7 +52,7 @@ def play(task: Task, device: str, threads: int, turns: Turns) -> None:
 
         def loss(self, x: Tensor, y: Tensor) -> Tensor:
             self.train()
-            return F.cross_entropy(self(x), y)
+            return loss(self(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, float]:
             return {}

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contestants.tasks import LR, Task
+from contestants.tasks import LR, Task, loss
 from contestants.turns import Turns
 
 
@@ -18,7 +17,7 @@ def train(module: nn.Module, x: Tensor, y: Tensor, batch: int) -> None:
     optimiser = torch.optim.SGD(module.parameters(), lr=LR)
     for rows in torch.randperm(len(y), device=y.device).split(batch):
         optimiser.zero_grad()
-        F.cross_entropy(module(x[rows]), y[rows]).backward()
+        loss(module(x[rows]), y[rows]).backward()
         optimiser.step()
 
 

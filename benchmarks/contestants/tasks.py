@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedprior.catalogue.models import LeNet5, ResNet20
+from fedprior.catalogue.models.resnet import ResNet18
+from fedprior.catalogue.models.transformer import Transformer
 
 LR = 0.05
 
@@ -33,7 +36,8 @@ class Task:
 
     name: str
     model: Callable[[], nn.Module]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
+    """Of an example: an image, or the length of a sequence of symbols, each with the next one as its target."""
     classes: int
     clients: int
     examples: int
@@ -53,6 +57,9 @@ class Task:
         """Inputs and labels, client after client, and where each client's rows begin."""
         starts = [0, *np.cumsum(self.sizes()).tolist()]
         draw = torch.Generator().manual_seed(0)
+        if len(self.shape) == 1:
+            text = torch.randint(self.classes, (starts[-1], self.shape[0] + 1), generator=draw)
+            return text[:, :-1].contiguous(), text[:, 1:].contiguous(), starts
         x = torch.empty(starts[-1], *self.shape).normal_(generator=draw)
         return x, torch.randint(self.classes, (starts[-1],), generator=draw), starts
 
@@ -60,6 +67,11 @@ class Task:
         """The model, with the same weights for all contestants."""
         torch.manual_seed(0)
         return self.model()
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over examples or, of sequences, over all positions."""
+    return F.cross_entropy(outputs.flatten(0, targets.dim() - 1), targets.flatten())
 
 
 TASKS = {
@@ -70,6 +82,9 @@ TASKS = {
         # FEMNIST has 3,500 writers. Fewer are enough here, because only those in a round cost anything.
         Task("femnist", lambda: LeNet5(1, 28, 62), (1, 28, 28), 62, 1000, 200, 10, 20, uneven=True),
         Task("pfl-cifar10", PflCnn, (3, 32, 32), 10, 1000, 50, 50, 10),
+        Task("transformer", lambda: Transformer(80), (64,), 80, 100, 64, 10, 8),
+        Task("transformer-384", lambda: Transformer(80, width=384, heads=6, layers=6), (64,), 80, 100, 64, 10, 8),
+        Task("resnet18", ResNet18, (3, 32, 32), 10, 10, 500, 10, 64),
         # A quick check that everything runs.
         Task("smoke", lambda: LeNet5(1, 28, 10), (1, 28, 28), 10, 20, 40, 4, 20),
     )
