@@ -45,7 +45,8 @@ def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
     assert [record["round"] for record in records] == [1, 2, 3, 4, 5]
     always = {"round", "bytes_up", "bytes_down", "train_loss"}
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
-    losses = {"global_loss", "local_loss"}
+    losses = {f"{where}_{name}" for where in ("global", "local") for name in ("loss", "nll", "ece", "brier")}
+    losses |= {"reliability_confidence", "reliability_accuracy"}
     for record in records:
         expected = always | evaluated | losses if record["round"] in (2, 4, 5) else always
         layers = {f"sparsity/{name}" for name in ("conv", "fc1", "fc2")}

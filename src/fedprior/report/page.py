@@ -52,6 +52,13 @@ it, on its own. Bytes are those of the messages, both directions.</p>
 <h2>Held-out loss and metrics</h2>
 <div class="grid" id="scores"></div>
 </section>
+<section id="probabilities-section">
+<h2>Can its probabilities be believed?</h2>
+<p class="soft">Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of
+the server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy of each.
+A model below the diagonal is too sure of itself.</p>
+<div class="grid" id="probabilities"></div>
+</section>
 <h2>Sparsity</h2>
 <p class="soft">The share of the parameters that is not part of the server's network any more.</p>
 <div class="grid" id="sparsity"></div>

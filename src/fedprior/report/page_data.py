@@ -17,6 +17,8 @@ CLIENTS = 1000
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
 UNITS = ("units", "closed_by_votes", "closed_by_step")
 """For each layer, the units kept and, by cause, those that have closed so far."""
+RELIABILITY = ("reliability_confidence", "reliability_accuracy")
+"""The reliability diagram of an evaluation: one number for each bin."""
 PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
 
 
@@ -63,6 +65,7 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
                 if any(record.get(name) is not None for record in evaluated)
             },
         },
+        "reliability": [evaluated[-1].get(name, []) if evaluated else [] for name in RELIABILITY],
         # A layer is not named before its first weight is gone.
         "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
         **{name: _by_layer(run, evaluated, f"{name}/") for name in UNITS},
