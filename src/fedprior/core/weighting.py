@@ -59,7 +59,7 @@ def trimmed_mean(values: Tensor, weight: Tensor | None, share: float) -> Tensor:
     if weight is None:
         each = torch.ones(len(values), *[1] * (values.dim() - 1), dtype=torch.float64, device=values.device)
     else:
-        each = weight.double()[order]
+        each = relative(weight, weight.double())[order]
     above, total = each.cumsum(0), each.sum(0, keepdim=True)
     kept = (torch.minimum(above, (1 - share) * total) - torch.maximum(above - each, share * total)).clamp(min=0)
     return (ordered * (kept / kept.sum(0, keepdim=True)).to(values.dtype)).sum(0)

@@ -1,5 +1,7 @@
-"""Hostile clients, to see what an algorithm withstands. They change what they learned before they commit, and one attack
-changes what they learn from."""
+"""Hostile clients, to see what an algorithm withstands.
+
+They change what they learned before they commit; a backdoor also changes what they learn from.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,10 +2,10 @@
 
     log p(φ | w) = −λ ‖φ − w‖ + const
 
-Its pull does not grow with the distance, and it is that of a client, not of a weight: what a hostile client sends counts
-as one direction, however far it goes. The closed-form M-step is the geometric median, the point with the least sum of
+Its pull does not grow with the distance, and it is that of a client, not of a weight: what a hostile client sends is
+one direction, however far it goes. The closed-form M-step is the geometric median, the point with the least sum of
 distances, by Weiszfeld's algorithm (1937): a mean in which a client counts by one over its distance, weighed anew. It
-withstands any cohort of which less than half is hostile (Pillutla, Kakade and Harchaoui 2022).
+stays bounded in any cohort of which less than half is hostile (Pillutla, Kakade and Harchaoui 2022).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from fedprior.priors.base import Assignment, Prior
 from fedprior.priors.gaussian import squared_distance
 
 NEAR = 1e-6
-"""Distances are √(d² + NEAR²): where a client is at the server's weights, the density has a gradient, and it is zero."""
+"""Distances are √(d² + NEAR²): at the server's weights the density then has a gradient, which is zero."""
 
 
 @dataclass(frozen=True)

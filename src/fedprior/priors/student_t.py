@@ -25,7 +25,7 @@ class StudentT(Prior):
     """t_ν(w, s) over every parameter."""
 
     freedom: float = 3.0
-    scale: float = 0.01
+    scale: float = 0.003
     trim: float = 0.25
     """The share of a cohort that the start of the M-step leaves out at each end, weight by weight."""
     steps: int = 10

@@ -60,7 +60,7 @@ def student_t(
     network: Network,
     *,
     freedom: options.Freedom = 3.0,
-    scale: options.Scale = 0.01,
+    scale: options.Scale = 0.003,
     trim: options.Trim = 0.25,
     steps: options.Steps = 10,
     precision: options.Precision = 0.0,
