@@ -42,7 +42,10 @@ def test_scores_of_a_case_by_hand():
     assert parts.tolist() == [[pytest.approx(3 / 4), 1, 1], [pytest.approx(2 / 3), 0, 1]]
     # Each is alone in its bin: |3/4 − 1| and |2/3 − 0|, half the examples each.
     assert float(calibration_error(parts, ones(2))) == pytest.approx((1 / 4 + 2 / 3) / 2)
-    assert reliability(parts, ones(2)) == {"reliability_confidence": [0.6667, 0.75], "reliability_accuracy": [0.0, 1.0]}
+    assert reliability(parts, ones(2)) == {
+        **{"confidence/1": 0.6667, "accuracy/1": 0.0},
+        **{"confidence/8": 0.75, "accuracy/8": 1.0},
+    }
 
 
 def test_a_calibrated_network_has_no_error_and_a_boastful_one_the_whole():
@@ -107,7 +110,7 @@ def test_both_engines_report_what_numpy_does(small_task, name):
     assert one["global_nll"] == pytest.approx(-np.log(p[range(30), y]).mean()) == one["global_loss"]
     assert one["global_brier"] == pytest.approx(((p - np.eye(4)[y]) ** 2).sum(1).mean())
     assert one["global_ece"] == pytest.approx(naive_ece(p.max(1), p.argmax(1) == y))
-    assert sum(one["reliability_accuracy"]) / 15 == pytest.approx((p.argmax(1) == y).mean(), abs=1e-4)
+    assert sum(one[f"accuracy/{number}"] for number in range(1, 16)) / 15 == pytest.approx((p.argmax(1) == y).mean(), abs=1e-4)
 
 
 def test_a_clients_own_scores_are_of_its_own_model(small_task):

@@ -206,7 +206,9 @@ def test_the_scripts_numbers_are_the_records(real):
     }
     for name in ("units", "closed_by_votes", "closed_by_step"):
         assert found[name] == {layer: [r[f"{name}/{layer}"] for r in evaluated] for layer in ("conv", "fc1")}
-    assert found["reliability"] == [evaluated[-1][f"reliability_{name}"] for name in ("confidence", "accuracy")]
+    assert found["reliability"] == [
+        [value for key, value in evaluated[-1].items() if key.startswith(name)] for name in ("confidence/", "accuracy/")
+    ]
     assert found["evaluated"]["global_ece"] == [record["global_ece"] for record in evaluated]
     counts = json.loads((real / "fedsparse" / "partition.json").read_text())["train"]
     (part,) = data["partitions"]

@@ -46,7 +46,7 @@ def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
     always = {"round", "bytes_up", "bytes_down", "train_loss"}
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
     losses = {f"{where}_{name}" for where in ("global", "local") for name in ("loss", "nll", "ece", "brier")}
-    losses |= {"reliability_confidence", "reliability_accuracy"}
+    losses |= {f"{name}/{number}" for name in ("confidence", "accuracy") for number in range(1, 16)}
     for record in records:
         expected = always | evaluated | losses if record["round"] in (2, 4, 5) else always
         layers = {f"sparsity/{name}" for name in ("conv", "fc1", "fc2")}

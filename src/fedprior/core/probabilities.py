@@ -51,12 +51,13 @@ def binned(parts: Tensor, weight: Tensor) -> Tensor:
     return until[edges[1:]] - until[edges[:-1]]
 
 
-def reliability(parts: Tensor, weight: Tensor) -> dict[str, list[float]]:
-    """The mean confidence and the accuracy of each bin that has examples, from least to most confident."""
-    confidence, right, count = binned(parts, weight).unbind(-1)
-    full = count > 0
-    means = {"confidence": confidence[full] / count[full], "accuracy": right[full] / count[full]}
-    return {f"reliability_{name}": [round(value, 4) for value in found.tolist()] for name, found in means.items()}
+def reliability(parts: Tensor, weight: Tensor) -> dict[str, float]:
+    """`confidence/1`, `accuracy/1`, …: their means in each bin that has examples, from least to most confident."""
+    found: dict[str, float] = {}
+    for number, (confidence, right, count) in enumerate(binned(parts, weight).tolist(), 1):
+        if count:
+            found |= {f"confidence/{number}": round(confidence / count, 4), f"accuracy/{number}": round(right / count, 4)}
+    return found
 
 
 ECE = Whole(confidences, calibration_error)
