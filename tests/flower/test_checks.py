@@ -48,6 +48,7 @@ def test_an_honest_answer_is_read(exchange):
     [
         *({"client": 0}, {"client": 2}, {"round": 0}, {"round": 2}),
         *({"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1}),
+        *({"loss": 1e308}, {"loss": -1.1e6}, {"local_loss": 1e308}, {"local_loss": -1.1e6}),
         *({"tested": -1}, {"tested": 2**62 + 1}, {"tested": 1.0}),
         *({"local_accuracy": -0.1}, {"local_accuracy": 1.1}, {"local_accuracy": math.nan}, {"local_accuracy": 1}),
         *({"local_loss": math.nan}, {"local_loss": math.inf}, {"local_loss": 3}),
@@ -165,7 +166,7 @@ def test_an_answer_to_an_earlier_question_is_left_out(make_job, quick, tmp_path)
     orders = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
     replies = strategy.exchange(grid, orders)
     assert len(replies) == 3
-    forgotten = strategy.clients[strategy.sent[0].metadata.dst_node_id]
+    forgotten = strategy.roster.clients[strategy.sent[0].metadata.dst_node_id]
     strategy.sent = strategy.sent[1:]
     strategy.aggregate_train(1, replies)
     assert set(strategy.good) == set(strategy.cohort) - {forgotten}

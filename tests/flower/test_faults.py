@@ -127,9 +127,9 @@ def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_pat
     orders = strategy.configure_train(1, ArrayRecord(), None, grid)
     grid.push_messages(orders)
     reply, honest = (grid.app(order, grid.context(order.metadata.dst_node_id)) for order in orders)
-    (hostile, client), clients = strategy.cohort, dict(strategy.clients)
+    (hostile, client), clients = strategy.cohort, dict(strategy.roster.clients)
     for i, kind in zip(range(count), itertools.cycle(kinds), strict=False):
-        strategy.sent, strategy.good, strategy.clients = orders, {}, dict(clients)
+        strategy.sent, strategy.good, strategy.roster.clients = orders, {}, dict(clients)
         strategy.aggregate_train(1, [*kinds[kind](orders[0], reply, draw), honest])
         assert list(strategy.good) == [client], kind
         assert len(strategy.turn.faults) == i + 1, kind
@@ -163,7 +163,7 @@ def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path
 
 def test_a_reply_that_flower_cannot_unpack_does_not_end_the_run(make_job, quick, tmp_path):
     """Flower unpacks replies while they are pulled, and raises whatever the unpacking of foreign bytes raises."""
-    job = make_job("fedavg", {"clients_per_round": 6})
+    job = make_job("fedavg", {"clients_per_round": 6, "rounds": 2})
 
     class Grid(LocalGrid):
         def pull_messages(self, message_ids):

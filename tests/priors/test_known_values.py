@@ -338,6 +338,28 @@ def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
     assert float(prior.log_prob(assignment, server)) == -2 + 10
 
 
+class Spelled(Gaussian):
+    """The Gaussian's density, written out: its slope must come from autograd."""
+
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
+        return super().density(assignment, server)
+
+
+@pytest.mark.parametrize("sizes", [None, (3.0, 1.0, 7.0, 20.0, 9.0)], ids=["equal", "examples"])
+def test_the_gaussians_slope_is_autograds_to_the_last_bit(sizes):
+    assert Gaussian.known_slope and not Spelled.known_slope and not Two.known_slope
+    weights = {"a": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
+    sent = {name: value + torch.randn(5, *value.shape, dtype=torch.float64) for name, value in weights.items()}
+    weight = sizes and numbers(*sizes)
+    stepped = []
+    for prior in (Gaussian(), Spelled()):
+        algorithm = Algorithm(prior, {"weights": Optimiser("SGD", {"lr": 0.1})})
+        optimiser = TreeOptimiser({"weights": Optimiser("SGD", {"lr": 0.3})}, {"weights": dict(weights)})
+        stepped.append(m_step(algorithm, {"weights": weights}, {"weights": sent}, optimiser, weight=weight)["weights"])
+    for name in weights:
+        assert torch.equal(stepped[0][name], stepped[1][name]) and not torch.equal(stepped[0][name], weights[name])
+
+
 def test_stacked_runs_have_their_own_settings():
     priors = [GroupLasso(hidden_layer(), value) for value in (0.1, 2.0)]
     settings = own_settings(priors, numbers(0))

@@ -91,12 +91,16 @@ class Limits:
     poll_seconds: float = 1.0
     max_examples: int = 1_000_000
     """The most examples a client may claim: with `weighting=examples`, its upload counts that many times."""
+    max_loss: float = 1e6
+    """The largest loss or score, up or down, that a client may report; it is averaged into the record."""
+    quarantine_after: int = 5
+    """After how many useless answers in a row a node is not asked any more; 0 means never."""
 
     def __post_init__(self) -> None:
-        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples"):
-            if getattr(self, name) <= 0:
+        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples", "max_loss"):
+            if not getattr(self, name) > 0:
                 raise SettingError(f"{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
-        for name in ("min_replies", "wait_for"):
+        for name in ("min_replies", "wait_for", "quarantine_after"):
             if getattr(self, name) < 0:
                 raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
 
@@ -157,6 +161,15 @@ def outside(clients: list[ClientData], network: Network) -> FederatedData:
     """Build a dataset from examples no task has checked. Whole numbers must be labels only with the default loss."""
     labels = None if network.loss is cross_entropy else 0
     return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
+
+
+def with_rounds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The run config with its key `rounds`, unless that is 0, among its settings."""
+    rounds = config.get("rounds", 0)
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise SettingError(f"rounds must be a whole number of at least 0, got {rounds!r}")
+    settings = "; ".join(filter(None, [str(config.get("settings", "")), f"rounds={rounds}"]))
+    return {**config, **({"settings": settings} if rounds else {})}
 
 
 def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
