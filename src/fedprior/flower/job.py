@@ -149,6 +149,7 @@ def own_job(
     """
     network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
+    _refuse_simulated(defaults)
     settings = run_settings({**defaults, **for_run}, clients)
     built = named_algorithm(chosen, network, **for_algorithm[chosen])
     check_useful(settings, built, network, clients, tested=True)
@@ -179,7 +180,12 @@ def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
         if "=" not in pair:
             raise SettingError(f"settings are written key=value; key=value, got {pair!r}")
     given = {key.strip(): value.strip() for key, value in (pair.split("=", 1) for pair in pairs)}
+    _refuse_simulated(given)
+    return given
+
+
+def _refuse_simulated(given: Mapping[str, Any]) -> None:
+    """A deployment would accept these without effect."""
     for key in given:
         if key in SIMULATED:
             raise SettingError(f"{key} is a setting of the simulator; a deployment has none")
-    return given
