@@ -110,7 +110,9 @@ def test_both_engines_report_what_numpy_does(small_task, name):
     assert one["global_nll"] == pytest.approx(-np.log(p[range(30), y]).mean()) == one["global_loss"]
     assert one["global_brier"] == pytest.approx(((p - np.eye(4)[y]) ** 2).sum(1).mean())
     assert one["global_ece"] == pytest.approx(naive_ece(p.max(1), p.argmax(1) == y))
-    assert sum(one[f"accuracy/{number}"] for number in range(1, 16)) / 15 == pytest.approx((p.argmax(1) == y).mean(), abs=1e-4)
+    assert sum(one[f"accuracy/{number}"] for number in range(1, 16)) / 15 == pytest.approx(
+        (p.argmax(1) == y).mean(), abs=1e-4
+    )
 
 
 def test_a_clients_own_scores_are_of_its_own_model(small_task):

@@ -173,6 +173,96 @@ def test_a_device_of_no_use_is_quarantined_and_named(make_job, clock, tmp_path):
     assert all(sorted(record["clients"]) == [0, 1, 3, 4, 5] for record in found)
 
 
+# ---------------------------------------------------------------------- those who are slow
+
+
+class Slow(LocalGrid):
+    """The devices of these clients answer only after so many looks of the server."""
+
+    def __init__(self, job, folder, slow, looks=200):
+        super().__init__(job, folder)
+        self.slow, self.looks, self.seen = {1000 + client for client in slow}, looks, {}
+
+    def pull_messages(self, message_ids):
+        ready = []
+        for name in message_ids:
+            order = self.waiting.get(name)
+            late = order is not None and order.metadata.dst_node_id in self.slow
+            if late and order.metadata.message_type == "train":
+                self.seen[name] = self.seen.get(name, 0) + 1
+                if self.seen[name] < self.looks:
+                    continue
+            ready.append(name)
+        return super().pull_messages(ready)
+
+
+def test_a_round_closes_early_and_names_the_stragglers(make_job, clock, tmp_path):
+    job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 2}), []
+    limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6, aggregate_at=0.6)
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, [2, 5]))
+    assert [sorted(record["clients"]) for record in found] == [[0, 1, 3, 4]] * 2
+    assert [sorted(record["stragglers"]) for record in found] == [[2, 5]] * 2
+    assert all("faults" not in record for record in found)
+    assert clock.now < 1  # nobody waited for them
+
+
+def test_without_early_close_a_round_waits(make_job, clock, tmp_path):
+    job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 1}), []
+    limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6)
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, [2, 5]))
+    assert sorted(found[0]["clients"]) == [0, 1, 2, 3, 4, 5]
+    assert "stragglers" not in found[0]
+    assert clock.now > 1
+
+
+def test_more_clients_than_the_cohort_are_asked_and_the_slowest_left_out(make_job, clock, tmp_path):
+    job, found, slow = make_job("fedavg", {"clients_per_round": 4, "rounds": 1}), [], [1, 2]
+    limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, over_select=0.5)
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, slow))
+    assert sorted(found[0]["clients"]) == [0, 3, 4, 5]
+    assert sorted(found[0]["stragglers"]) == slow
+    assert clock.now < 1
+
+
+def test_a_straggler_takes_part_again_when_it_has_finished(make_job, clock, tmp_path):
+    job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 2}), []
+    limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6, aggregate_at=0.6)
+    grid = Slow(job, tmp_path, [2])
+
+    def keep(record):
+        found.append(record)
+        grid.slow = set()
+
+    HardEM(Server.new(job, RUN), limits, keep).start(grid)
+    assert found[0]["stragglers"] == [2]
+    assert sorted(found[1]["clients"]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"aggregate_at": 0.0}, "aggregate-at must be above 0"),
+        ({"aggregate_at": 1.1}, "aggregate-at must be above 0"),
+        ({"over_select": -0.1}, "over-select must not be negative"),
+        ({"aggregate_at": 0.3, "min_replies": 3}, "closes a round with 2 replies, but min-replies is 3"),
+        ({"over_select": 0.2, "cohort": 6}, "over-select has no effect: a cohort has all 6 clients"),
+    ],
+    ids=str,
+)
+def test_limits_that_do_not_fit_are_refused(make_job, limits, words):
+    job = make_job("fedavg", {"clients_per_round": limits.pop("cohort", 5)})
+    with pytest.raises(SettingError, match=words):
+        Limits(**limits).check(job)
+
+
+def test_shares_of_a_cohort_are_whole_clients():
+    """0.7 · 10 is a little more than 7 in floating point."""
+    assert [Limits(aggregate_at=share).enough(10) for share in (0.7, 0.75, 1.0, 0.01)] == [7, 8, 10, 1]
+    assert [Limits(over_select=share).asked(10) for share in (0.0, 0.1, 0.3, 0.31)] == [10, 11, 13, 14]
+    assert Limits(aggregate_at=0.2).needed(10) == 2
+    assert Limits().needed(10) == 5
+
+
 # ---------------------------------------------------------------------- the roster
 
 

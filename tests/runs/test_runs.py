@@ -299,7 +299,7 @@ def test_a_task_given_by_name_is_the_same_task(monkeypatch, small_task):
         ({"clients_per_round": 7}, "clients_per_round is 7, but there are only 6 clients"),
         (
             {"attackers": 0.5},
-            "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale or constant",
+            "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale, constant or backdoor",
         ),
         ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 has no effect: of 6 clients that is none"),
         ({"round": 3}, "unknown setting of a run 'round'; did you mean 'rounds'"),

@@ -56,7 +56,10 @@ def reliability(parts: Tensor, weight: Tensor) -> dict[str, float]:
     found: dict[str, float] = {}
     for number, (confidence, right, count) in enumerate(binned(parts, weight).tolist(), 1):
         if count:
-            found |= {f"confidence/{number}": round(confidence / count, 4), f"accuracy/{number}": round(right / count, 4)}
+            found |= {
+                f"confidence/{number}": round(confidence / count, 4),
+                f"accuracy/{number}": round(right / count, 4),
+            }
     return found
 
 

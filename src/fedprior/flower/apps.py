@@ -50,7 +50,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
     `asked` is what a resumed run was started with; devices must be told.
     """
     limits = Limits.of(config)
-    limits.needed(job.settings.clients_per_round)  # a mistake in them should leave no folder behind
+    limits.check(job)  # a mistake in them should leave no folder behind
     resume = str(config.get("resume", ""))
     folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
     # Another server may be at work: the run was resumed twice, or the server of a killed SuperLink has not ended yet.

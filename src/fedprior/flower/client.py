@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
@@ -34,7 +34,7 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
     @app.query()
     def introduce(message: Message, context: Context) -> Message:
         def content() -> RecordDict:
-            return RecordDict({messages.NUMBERS: MetricRecord(dict(node(message, context).introduce()))})
+            return messages.write_introduction(node(message, context))
 
         return _replying(message, content)
 

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from fedprior.core.errors import WireError
 from fedprior.flower.job import Limits
 from fedprior.flower.memory import check_run
-from fedprior.flower.node import Answer, Order
+from fedprior.flower.node import Answer, Node, Order
 from fedprior.flower.server import Round, Server, Upload
 
 WIRE, ABOUT, NUMBERS, ARRAY, ASKED = "wire", "about", "numbers", "message", "asked"
@@ -44,6 +44,11 @@ def read_order(content: RecordDict) -> Order:
     if not _whole(number, 1, 2**32 - 1) or not _whole(accepted, 0, 2**32 - 1):
         raise WireError("the server's message names no round")
     return Order(_unwrap(content), number, check_run(about.get("run")), accepted)
+
+
+def write_introduction(node: Node) -> RecordDict:
+    """Return the content of a client's answer to a greeting."""
+    return RecordDict({NUMBERS: MetricRecord(dict(node.introduce())), ABOUT: ConfigRecord(dict(node.job.agreed()))})
 
 
 def write_answer(answer: Answer) -> RecordDict:
@@ -119,10 +124,27 @@ def check_introduction(content: RecordDict, server: Server, turn: Round, limits:
     client = about.get("client")
     if not _whole(client, 0, server.job.clients - 1):
         raise WireError(f"the node says it is client {_short(client)} of {server.job.clients}")
+    _check_agreed(content.config_records.get(ABOUT), server)
     for direction, layout in (("down", turn.down), ("up", turn.up)):
         if about.get(direction) != int.from_bytes(layout.fingerprint, "big", signed=True):
-            raise WireError("the node has another model, algorithm or version of fedprior")
+            raise WireError("the node has another model")
     return client, _examples(about, limits)
+
+
+def _check_agreed(theirs: Mapping[str, Any] | None, server: Server) -> None:
+    """Refuse a node with another version of fedprior, another algorithm or another setting, and say which."""
+    if theirs is None or "fedprior" not in theirs:
+        raise WireError("the node does not say what it trains: its fedprior is older than the server's")
+    ours = server.job.agreed()
+    apart = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    if apart:
+        key, others = str(apart[0])[:40], len(apart) - 1
+        more = f" ({others} other settings differ, too)" if others else ""
+        raise WireError(f"the node has {key} {_said(theirs.get(key))}, not {_said(ours.get(key))}{more}")
+
+
+def _said(value: object) -> str:
+    return "none" if value is None else str(value).strip('"')[:60]
 
 
 def _examples(about: Mapping[str, Any], limits: Limits) -> int:

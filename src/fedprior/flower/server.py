@@ -60,6 +60,8 @@ class Round:
     faults: list[Record] = field(default_factory=list)
     quarantined: list[Record] = field(default_factory=list)
     """The nodes that were quarantined in this round."""
+    stragglers: list[int] = field(default_factory=list)
+    """The clients that had not answered when there were enough replies."""
     packets: dict[int, bytes] = field(default_factory=dict)
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
@@ -158,6 +160,8 @@ class Server:
             record["forgot"] = forgot
         if turn.faults:
             record["faults"] = turn.faults
+        if turn.stragglers:
+            record["stragglers"] = turn.stragglers
         if turn.quarantined:
             record["quarantined"] = turn.quarantined
         if evaluate:

@@ -6,7 +6,7 @@ holds the server's whole state and does not use Flower's `arrays` argument.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -55,6 +55,7 @@ class HardEM(Strategy):
         self.tried: set[int] = set()
         self.sent: list[Message] = []
         self.good: dict[int, Upload] = {}
+        self.found: dict[int, Upload] = {}
         self.started = time.monotonic()
 
     # ------------------------------------------------------------------ the run
@@ -72,7 +73,8 @@ class HardEM(Strategy):
         self.summary()
         result = Result()
         rounds = self.server.job.settings.rounds
-        least = min(self.limits.wait_for or self.server.job.settings.clients_per_round, self.server.job.clients)
+        cohort = self.limits.asked(self.server.job.settings.clients_per_round)
+        least = min(self.limits.wait_for or cohort, self.server.job.clients)
         while self.server.round < rounds:
             record = self.run_round(grid, least)
             metrics = MetricRecord()
@@ -97,19 +99,26 @@ class HardEM(Strategy):
             f"{self.min_replies} are needed. The state before it is kept: repair the nodes and start again with resume="
         )
 
-    def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
-        """Send the messages, and collect replies until all have arrived or time is up."""
-        replies: list[Message] = []
-        waiting = _push(grid, list(orders))
+    def exchange(self, grid: Grid, orders: Iterable[Message]) -> Iterator[Message]:
+        """Send the messages, and return the replies, each when it arrives."""
+        return self._replies(grid, _push(grid, list(orders)))
+
+    def _replies(self, grid: Grid, waiting: dict[str, Message]) -> Iterator[Message]:
+        """Yield what arrives until there are enough good replies or time is up; what is there already counts, too."""
         deadline = time.monotonic() + self.limits.round_seconds
         while waiting and time.monotonic() < deadline:
-            new = _pull(grid, waiting)
-            replies += new
-            for reply in new:
+            for reply in _pull(grid, dict(waiting)):
                 waiting.pop(reply.metadata.reply_to_message_id, None)
+                yield reply
+            if self._enough():
+                return
             if waiting:
                 time.sleep(self.limits.poll_seconds)
-        return replies
+
+    def _enough(self) -> bool:
+        """Whether the round may close without those that have not answered."""
+        cohort = min(self.server.job.settings.clients_per_round, len(self.cohort) + len(self.good))
+        return len({*self.good, *self.found}) >= max(self.limits.enough(cohort), self.min_replies)
 
     # ------------------------------------------------------------------ who is there
     def meet(self, grid: Grid, least: int) -> None:
@@ -117,7 +126,7 @@ class HardEM(Strategy):
         deadline = time.monotonic() + self.limits.start_seconds
         while True:
             self._greet(grid, self.roster.see(set(grid.get_node_ids()), time.monotonic()))
-            self._introductions(_pull(grid, self.roster.asked))
+            self._introductions(_pull(grid, dict(self.roster.asked)))
             there = len({*self.roster.clients.values(), *self.good})
             if there >= least:
                 return
@@ -178,7 +187,8 @@ class HardEM(Strategy):
         """Choose the clients to ask: first the simulator's cohort, if all are connected; then others in their place."""
         there = sorted(set(self.roster.clients.values()) - self.good.keys())
         pool = [client for client in there if client not in self.tried] or there
-        count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))
+        missing = self.server.job.settings.clients_per_round - len(self.good)
+        count = min(self.limits.asked(missing), len(pool))
         return [pool[i] for i in protocol.cohort(self.turn.draws, len(pool), count, self.attempt)]
 
     def aggregate_train(
@@ -189,7 +199,7 @@ class HardEM(Strategy):
         expected = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
         clients = dict(self.roster.clients)
         answered: set[str] = set()
-        found: dict[int, Upload] = {}
+        self.found = {}
         for reply in replies:
             name = reply.metadata.reply_to_message_id
             node = expected.get(name, reply.metadata.src_node_id)
@@ -201,7 +211,7 @@ class HardEM(Strategy):
                 if again:
                     raise WireError("a second reply to the same message")
                 answered.add(name)
-                found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
+                self.found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
                 self.roster.trust(node)
             except Exception as error:  # whatever a foreign machine sends, the run goes on with the others
                 self._fault(node, client, error)
@@ -209,16 +219,23 @@ class HardEM(Strategy):
                     self.roster.clients.pop(node, None)
                 elif name in expected and not again and self.roster.refuse(node, time.monotonic()):
                     self._quarantine(node, client)
-        for name in expected.keys() - answered:
-            # Flower notices a dead node only after a minute. Do not ask this one until it answers a greeting.
-            node = expected[name]
-            silence = WireError(f"no reply in {self.limits.round_seconds:g} s")
-            self._fault(node, clients.get(node), silence)
-            self.roster.clients.pop(node, None)
+        self._without([node for name, node in expected.items() if name not in answered])
         # Use the cohort's order, not the order of arrival: a sum of floats depends on it.
-        self.good |= {client: found[client] for client in self.cohort if client in found}
-        self.sent = []
+        self.good |= {client: self.found[client] for client in self.cohort if client in self.found}
+        self.sent, self.found = [], {}
         return None, None
+
+    def _without(self, nodes: list[int]) -> None:
+        """Go on without these nodes, which have not answered, and do not ask them until they answer a greeting: they
+        may still be at work, or dead, which Flower notices only after a minute."""
+        enough = self._enough()
+        for node in nodes:
+            client = self.roster.clients.pop(node, None)
+            if enough and client is not None:
+                log.info("node %d (client %d) has not answered in time: its work is not used", node, client)
+                self.turn.stragglers.append(client)
+            else:
+                self._fault(node, client, WireError(f"no reply in {self.limits.round_seconds:g} s"))
 
     def _close(self) -> Record:
         settings, number = self.server.job.settings, self.turn.number
@@ -266,25 +283,23 @@ def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
     return {str(name): message for name, message in zip(names, messages, strict=False) if name}
 
 
-def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
-    """Pull the replies that have come back, one message at a time.
+def _pull(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
+    """Yield the replies that have come back, pulled one message at a time: each may be as large as the model.
 
     Flower unpacks a reply while pulling it, guided by the reply itself. If one cannot be unpacked, all replies pulled
     with it are lost. If one names another message, it would pass for another node's reply.
     """
-    replies: list[Message] = []
     for name, message in waiting.items():
         try:
             for reply in grid.pull_messages([name]):
                 if reply.metadata.reply_to_message_id != name:
                     raise WireError("the reply says that it answers another message")
-                replies.append(reply)
+                yield reply
         except httpx.HTTPError:  # the fault of our own SuperLink, not of the node
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, WireError) else f"the reply cannot be unpacked: {error!r}"
-            replies.append(Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message))
-    return replies
+            yield Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
 
 
 def _content(reply: Message) -> RecordDict:
