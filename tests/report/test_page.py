@@ -155,12 +155,8 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
         ],
         "Gate disagreement |π − θ|, mean": ["fedsparse"],
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
-<<<<<<< HEAD
-        "Bytes a round, by direction": ["fedavg, up", "fedavg, down", "fedsparse, up", "fedsparse, down"],
-        "Reliability": ["as sure as right", *both],
-=======
         "Bytes a round, by direction": ["fedavg, up", "fedsparse, up", "fedavg, down", "fedsparse, down"],
->>>>>>> main
+        "Reliability": ["as sure as right", *both],
         "own, seed 0": [],
     }
     assert {"Global accuracy against bytes", "Local accuracy against rounds", "Seconds a round"} <= set(probe["charts"])

@@ -42,56 +42,11 @@ TEMPLATE = """<!doctype html>
 {table}
 <p class="soft">{means}</p>
 <noscript><p>The plots need JavaScript; everything else on this page does not.</p></noscript>
-<<<<<<< HEAD
-<div class="chips" id="chips" role="group" aria-label="Runs to show"></div>
-<h2>Accuracy against bytes</h2>
-<p class="soft">Global: the server's model on everyone's test examples. Local: each client's own model, as it last sent
-it, on its own. Bytes are those of the messages, both directions.</p>
-<div class="grid" id="accuracy-bytes"></div>
-<h2>Accuracy against rounds</h2>
-<div class="grid" id="accuracy-rounds"></div>
-<section id="scores-section">
-<h2>Held-out loss and metrics</h2>
-<div class="grid" id="scores"></div>
-</section>
-<section id="probabilities-section">
-<h2>Can its probabilities be believed?</h2>
-<p class="soft">Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of
-the server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy of each.
-A model below the diagonal is too sure of itself.</p>
-<div class="grid" id="probabilities"></div>
-</section>
-<h2>Sparsity</h2>
-<p class="soft">The share of the parameters that is not part of the server's network any more.</p>
-<div class="grid" id="sparsity"></div>
-<section id="units-section">
-<h2>Units, layer by layer</h2>
-<p class="soft">A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than
-the server's step shrank its weights; by the step: the other way round, so no client voted for it.</p>
-<div class="grid" id="units"></div>
-{units}
-</section>
-<section id="agreement-section">
-<h2>Gate agreement</h2>
-<p class="soft">How far the clients' gate probabilities π are from the server's θ: total variation, over gates and the
-round's clients. Near zero, all agree on which units the network needs.</p>
-<div class="grid" id="agreement"></div>
-</section>
-<h2>What it costs</h2>
-<div class="grid" id="cost"></div>
-<section id="partition-section">
-<h2>Who has what</h2>
-<p class="soft">The stronger a cell's colour, the larger the share of the client's training examples that is of that
-class.</p>
-<div class="grid" id="partition"></div>
-</section>
-=======
 <details class="bar" id="bar" hidden><summary><span id="shown"></span></summary>
 <div class="bar-tools"><input type="search" id="filter" placeholder="Find runs" aria-label="Find runs by name">
 <span class="tools" id="bar-tools"></span></div>
 <div class="chips" id="chips" role="group" aria-label="Runs to show"></div></details>
 {sections}
->>>>>>> main
 <h2>Settings</h2>
 {settings}
 <h2>How to repeat it</h2>
@@ -125,6 +80,13 @@ PARTS = (
     ),
     Section("accuracy-rounds", "Accuracy against rounds"),
     Section("scores", "Held-out loss and metrics"),
+    Section(
+        "probabilities",
+        "Can its probabilities be believed?",
+        "Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of the "
+        "server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy "
+        "of each. A model below the diagonal is too sure of itself.",
+    ),
     Section("sparsity", "Sparsity", "The share of the parameters that is not part of the server's network any more."),
     Section(
         "units",

@@ -27,25 +27,20 @@ for (const field of scores) {
   const title = field === "global_loss" ? "Held-out loss, global" : field === "local_loss" ? "Held-out loss, local" : field.replace("_", " ");
   new LineChart(grid("scores"), { title, series: lines("round", field), x: ROUND, y: { format: three, log: true } });
 }
-<<<<<<< HEAD
-if (!scores.length) document.getElementById("scores-section").hidden = true;
 // Whether confidence is earned.
 const reliable = runs.filter((r) => r.reliability[0].length);
 for (const [field, what] of reliable.length ? [["nll", "Negative log-likelihood"], ["ece", "Calibration error"], ["brier", "Brier score"]] : []) {
   for (const where of ["global", "local"]) {
-    new LineChart(grid("probabilities"), { title: `${what}, ${where}`, series: lines("round", `${where}_${field}`), x: ROUND, y: { format: (v) => v.toPrecision(3), log: true } });
+    new LineChart(grid("probabilities"), { title: `${what}, ${where}`, series: lines("round", `${where}_${field}`), x: ROUND, y: { format: three, log: true } });
   }
 }
 if (reliable.length) {
   new LineChart(grid("probabilities"), {
     title: "Reliability", x: { label: "confidence", name: "confidence", format: percent, tick: SHARE.tick }, y: { ...SHARE, zero: true },
-    series: () => [{ name: "as sure as right", colour: "var(--soft)", dash: "2 3", x: [0, 1], y: [0, 1] },
+    series: () => [{ name: "as sure as right", look: { colour: "soft", dash: "2 3", mark: "circle" }, x: [0, 1], y: [0, 1] },
       ...reliable.map((r) => ({ ...look(r), x: r.reliability[0], y: r.reliability[1] }))],
   });
 }
-if (!reliable.length) document.getElementById("probabilities-section").hidden = true;
-=======
->>>>>>> main
 new LineChart(grid("sparsity"), { title: "Sparsity over rounds", series: lines("round", "sparsity"), x: ROUND, y: { ...SHARE, zero: true } });
 const sparse = runs.filter((r) => Object.keys(r.layers).length);
 if (sparse.length) {
