@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
-from fedprior.flower import server_checkpoint
+from fedprior.flower import expiry, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
@@ -32,6 +33,8 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        for warning in expiry.warnings(sys.argv[1:]):
+            log.warning("%s", warning)
         try:
             serve(make_job(context.run_config), grid, context.run_config)
         except FedpriorError as error:
