@@ -70,6 +70,8 @@ def test_own_job():
     assert (job.settings.batch_size, job.settings.epochs, job.settings.clients_per_round) == (6, 2, 2)
     with pytest.raises(SettingError, match="unknown setting 'alpha'"):
         own_job({**config, "settings": "alpha=1"}, model, torch.zeros(4), clients=2)
+    with pytest.raises(SettingError, match="attack is a setting of the simulator"):
+        own_job(config, model, torch.zeros(4), clients=2, attack="scale")
 
 
 def test_limits_of_a_run_config():

@@ -8,7 +8,7 @@ from fedprior.core.options import About, either, options_of, plain
 from fedprior.core.schedules import Curve, Rates
 
 MODES = ("in-turn", "vectorised", "captured")
-ATTACKS = ("sign-flip", "scale", "constant")
+ATTACKS = ("sign-flip", "scale", "constant", "backdoor")
 PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
 
 

@@ -19,7 +19,7 @@ from fedprior.core.weighting import check_takes_weight
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, Statistics
 from fedprior.engines import ranks
-from fedprior.engines.attack import ATTACKS
+from fedprior.engines.attack import ATTACKS, POISONED, check_attack
 from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
@@ -73,6 +73,7 @@ def _named_device(settings: Settings) -> torch.device:
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
+    check_attack(settings.attack, data)
     device, algorithm = device_of(settings), applied(settings, algorithm)
     # Copy the module: the user's own must keep its device and weights.
     network = replace(network, module=copied(network.module).to(device))
@@ -92,6 +93,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         encode=settings.messages != "count",
         streamed=streamed,
         attack=ATTACKS.get(settings.attack),
+        poisoned=settings.attack in POISONED,
         hostile=hostile,
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,

@@ -57,6 +57,10 @@ class Round:
     bytes_down: int = 0
     floored: set[str] = field(default_factory=set)
     faults: list[Record] = field(default_factory=list)
+    quarantined: list[Record] = field(default_factory=list)
+    """The nodes that were quarantined in this round."""
+    stragglers: list[int] = field(default_factory=list)
+    """The clients that had not answered when there were enough replies."""
     packets: dict[int, bytes] = field(default_factory=dict)
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
@@ -155,6 +159,10 @@ class Server:
             record["forgot"] = forgot
         if turn.faults:
             record["faults"] = turn.faults
+        if turn.stragglers:
+            record["stragglers"] = turn.stragglers
+        if turn.quarantined:
+            record["quarantined"] = turn.quarantined
         if evaluate:
             record |= self.evaluate()
             apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]

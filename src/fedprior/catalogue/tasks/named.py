@@ -93,8 +93,8 @@ def cifar100(
     *,
     clients: options.Clients = 500,
     alpha: options.Alpha = 0.1,
-    beta: float = 10.0,
-    norm: str = "group",
+    beta: options.Beta = 10.0,
+    norm: options.Norm = "group",
     stored: Stored = STORED,
 ) -> Task:
     """ResNet20 with group or batch norm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
@@ -116,7 +116,7 @@ def cifar100(
 def femnist(
     seed: int,
     *,
-    test_fraction: float = 0.1,
+    test_fraction: options.TestFraction = 0.1,
     stored: Stored = STORED,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
@@ -198,19 +198,19 @@ def mnist_scaffold(
 def hub_images(
     seed: int,
     *,
-    dataset: str = "",
-    image: str = "image",
-    label: str = "label",
-    train: str = "train",
-    test: str = "test",
-    subset: str = "",
-    side: int = 0,
-    model: str = "lenet5",
-    partition: str = "dirichlet",
+    dataset: options.Dataset = "",
+    image: options.ImageColumn = "image",
+    label: options.LabelColumn = "label",
+    train: options.TrainSplit = "train",
+    test: options.TestSplit = "test",
+    subset: options.Subset = "",
+    side: options.Side = 0,
+    model: options.ForImages = "lenet5",
+    partition: options.Partition = "dirichlet",
     clients: options.DividedClients = 100,
     alpha: options.DividedAlpha = 1.0,
     shards: options.DividedShards = 2,
-    column: str = "",
+    column: options.Column = "",
     stored: Stored = STORED,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided as `partition` says."""

@@ -22,9 +22,10 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.schedules import Rate
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
-from fedprior.em import Algorithm, EStep, protocol
+from fedprior.em import Algorithm, Batches, EStep, protocol
 from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
+from fedprior.engines.attack import Poisoned
 from fedprior.engines.batches import CohortBatches, Extent, Places
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import Record, client_diverged, server_diverged
@@ -218,7 +219,8 @@ class Together:
         rows = (flat, turn, packets, inputs.memory, self.of_clients)
         flat, turn, packets, memory, settings = ranks.own(rows, everyone)
         examples = self._examples("train", inputs, flat)
-        batches = CohortBatches(*examples, first.workload, shape.extent, turn.key(Purpose.BATCHES))
+        batches: Batches = CohortBatches(*examples, first.workload, shape.extent, turn.key(Purpose.BATCHES))
+        batches = Poisoned(batches, self.hostile[flat]) if first.poisoned else batches
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         take_turn = partial(protocol.take_turn, rate=rate, tamper=tamper, vectorised=True, settings=settings)
         step, models = take_turn(self.algorithm, first.network, packets, batches, turn, memory)
