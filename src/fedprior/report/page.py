@@ -105,7 +105,8 @@ PARTS = (
     Section(
         "devices",
         "Faults of devices",
-        "Replies that were refused or did not come. The round went on without them.",
+        "Replies that were refused or did not come. The round went on without them. A quarantined device is not asked "
+        "again; one that is late was not waited for; a clipped upload was shortened to the bound.",
         faults_table,
     ),
     Section(
