@@ -71,7 +71,8 @@ class Simulation:
         """One round of hard EM."""
         start, number = time.perf_counter(), self.round + 1
         algorithm, turn, rate = self.algorithm, Turn(self.root, number), self.settings.rates.at(number)
-        clients = protocol.cohort(turn, self.data.clients, self.settings.clients_per_round)
+        drawn = self.data.clients, self.settings.clients_per_round
+        clients = protocol.cohort(turn, *drawn, private=self.settings.private)
 
         server = algorithm.prior.prune(self.server)
         said, packets, down, kept = self._speak(server, turn.of(torch.tensor(clients)))
@@ -79,6 +80,7 @@ class Simulation:
         _check_clients(clients, step, number)
         kept |= floored(server) | floored(step.upload)
         uploads, up = self._hear(step, algorithm.uplink(server), said)
+        uploads = protocol.protect(algorithm, server, uploads, turn.key(Purpose.NOISE))
         self.server = update(algorithm, server, uploads, self.optimiser, self.share(clients), number, rate.server)
 
         self.memory |= {client: trees.row(step.memory, i) for i, client in enumerate(clients)}
