@@ -120,7 +120,9 @@ def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Standard normal numbers in float64, by Box and Muller, from 53 random bits each."""
     count = math.prod(shape)
     first, second = ((_shift(bits(key, 2 * count), 11).double() + 0.5) * 2.0**-53).view(2, count)
-    return ((-2 * first.log()).sqrt() * (2 * math.pi * second).cos()).reshape(shape)
+    radius: Tensor = (-2 * first.log()).sqrt()
+    found: Tensor = radius * (2 * math.pi * second).cos()
+    return found.reshape(shape)
 
 
 def each_with(key: Tensor, population: int, rate: float) -> list[int]:

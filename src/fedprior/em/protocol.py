@@ -97,6 +97,13 @@ def take_turn(
     return step, {**realise(step.upload, packet), **step.own}
 
 
+def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
+    """The upload of a client that has not moved, for a round without any."""
+    packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
 def protect(
     algorithm: Algorithm,
     server: Tree,
