@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedprior.core.federated import FederatedData
+from fedprior.core.inputs import ModelInputs
 from fedprior.core.network import IGNORED, Metric, Network, class_dim, cross_entropy
 from fedprior.core.trees import Gates, Params
 from fedprior.core.workers import Workers
@@ -72,7 +73,7 @@ def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
     return values.flatten(1).double().mean(1) if values.dim() > 1 else values
 
 
-def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
+def sums(network: Network, what: Measures, params: Params, x: ModelInputs, y: Tensor, batch: int = 512) -> Tensor:
     """Add up each measure over these examples, shape [measures].
 
     A model that stores no statistics uses those of all the examples together.
