@@ -156,6 +156,7 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
         "Gate disagreement |π − θ|, mean": ["fedsparse"],
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
         "Bytes a round, by direction": ["fedavg, up", "fedsparse, up", "fedavg, down", "fedsparse, down"],
+        "Reliability": ["as sure as right", *both],
         "own, seed 0": [],
     }
     assert {"Global accuracy against bytes", "Local accuracy against rounds", "Seconds a round"} <= set(probe["charts"])
@@ -235,6 +236,27 @@ def test_the_page_says_what_closed_how_many_units(real):
     assert sum(last[f"closed_by_{by}/{layer}"] for by in ("votes", "step") for layer in ("conv", "fc1")) > 0
 
 
+def test_devices_with_faults_have_a_row_each(write_run, tmp_path):
+    folder = write_run(tmp_path / "run", rounds=3)
+    noted = [
+        {"faults": [{"node": "7", "client": 2, "what": "no reply"}], "clipped": [1]},
+        {"faults": [{"client": 2, "what": "late"}, {"node": "9", "client": None, "what": "<b>"}], "clipped": [1, 3]},
+        {"quarantined": [{"node": "9", "client": None}], "stragglers": [4]},
+    ]
+    records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines = (json.dumps(record | more) + "\n" for record, more in zip(records, noted, strict=True))
+    (folder / "rounds.jsonl").write_text("".join(lines))
+    text = page([read_run(folder)])
+    assert [row[2:] for row in Cells(text, "faults").rows if row] == [
+        ["client 2", "2", "–", "0", "0", "2", "late"],
+        ["node 9", "1", "3", "0", "0", "2", "<b>"],
+        ["client 4", "0", "–", "1", "0", "3", "–"],
+        ["client 1", "0", "–", "0", "2", "2", "–"],
+        ["client 3", "0", "–", "0", "1", "2", "–"],
+    ]
+    assert next(row for row in Cells(text).rows if row)[-1] == "3"
+
+
 def test_the_scripts_numbers_are_the_records(real):
     text = page(find_runs(real).runs)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
@@ -252,6 +274,10 @@ def test_the_scripts_numbers_are_the_records(real):
     }
     for name in ("units", "closed_by_votes", "closed_by_step"):
         assert found[name] == {layer: [r[f"{name}/{layer}"] for r in evaluated] for layer in ("conv", "fc1")}
+    assert found["reliability"] == [
+        [value for key, value in evaluated[-1].items() if key.startswith(name)] for name in ("confidence/", "accuracy/")
+    ]
+    assert found["evaluated"]["global_ece"] == [record["global_ece"] for record in evaluated]
     counts = json.loads((real / "fedsparse" / "partition.json").read_text())["train"]
     (part,) = data["partitions"]
     assert sorted(part["order"]) == list(range(6))

@@ -80,6 +80,13 @@ PARTS = (
     ),
     Section("accuracy-rounds", "Accuracy against rounds"),
     Section("scores", "Held-out loss and metrics"),
+    Section(
+        "probabilities",
+        "Can its probabilities be believed?",
+        "Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of the "
+        "server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy "
+        "of each. A model below the diagonal is too sure of itself.",
+    ),
     Section("sparsity", "Sparsity", "The share of the parameters that is not part of the server's network any more."),
     Section(
         "units",
@@ -98,7 +105,8 @@ PARTS = (
     Section(
         "devices",
         "Faults of devices",
-        "Replies that were refused or did not come. The round went on without them.",
+        "Replies that were refused or did not come. The round went on without them. A quarantined device is not asked "
+        "again; one that is late was not waited for; a clipped upload was shortened to the bound.",
         faults_table,
     ),
     Section(

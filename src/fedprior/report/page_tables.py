@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedprior.core.late import is_number
-from fedprior.report.faults import faults_of
+from fedprior.report.faults import NOTED, faults_of
 from fedprior.report.page_data import UNITS, group_names, span
 from fedprior.report.reading import SECTIONS
 from fedprior.report.records import Group, Run
@@ -128,17 +128,26 @@ def units_table(groups: Sequence[Group]) -> str:
 
 
 def faults_table(groups: Sequence[Group]) -> str:
-    """Devices with faults, run by run: how many, when last, and what was wrong then."""
+    """Devices with faults, run by run: how many, when last, and what was wrong then; and how often each was noted."""
+    wrong = {id(run): faults_of(run) for group in groups for run in group.runs}
+    noted = [name for name in NOTED if any(name in faults.noted for faults in wrong.values())]
     rows = []
     for number, group in enumerate(groups):
         for run in group.runs:
-            faults = faults_of(run)
+            faults = wrong[id(run)]
             for device, count in faults.by_device.items():
-                last = [fault for fault in faults.faults if fault.device == device][-1]
-                texts = [run.label, str(run.seed), device, f"{count:,}", f"{last.round:,}", last.what]
+                when, what = faults.last(device)
+                said = [_rounds(faults.rounds(name, device), name) for name in noted]
+                texts = [run.label, str(run.seed), device, f"{count:,}", *said, f"{when:,}", what]
                 rows.append(_row(texts, _swatch(number)))
-    names = ("run", "seed", "device", "faults", "last in round", "what was wrong")
+    also = ["quarantined in round" if name == "quarantined" else NOTED[name] for name in noted]
+    names = ("run", "seed", "device", "faults", *also, "last in round", "what was wrong")
     return _sortable("faults", "Faults of devices", names, [_body([row]) for row in rows]) if rows else ""
+
+
+def _rounds(rounds: Sequence[int], name: str) -> str:
+    """How often a device was noted; when it was quarantined."""
+    return (", ".join(map(str, rounds)) or "–") if name == "quarantined" else f"{len(rounds):,}"
 
 
 # ---------------------------------------------------------------------- settings and commands
