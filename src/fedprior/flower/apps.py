@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
-from fedprior.flower import resumed, server_checkpoint
+from fedprior.flower import expiry, resumed, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
@@ -33,6 +34,8 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        for warning in expiry.warnings(sys.argv[1:]):
+            log.warning("%s", warning)
         try:
             config, resume = dict(context.run_config), str(context.run_config.get("resume", ""))
             asked = resumed.asked(RunFolder(Path(resume)), config) if resume else {}

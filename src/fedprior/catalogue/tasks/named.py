@@ -24,6 +24,7 @@ from fedprior.catalogue.tasks import options
 from fedprior.catalogue.tasks.base import Task
 from fedprior.catalogue.tasks.loading import hold_out, load_femnist, split, tested
 from fedprior.catalogue.tasks.options import OfImages, Stored
+from fedprior.catalogue.tasks.texts import shakespeare, shakespeare_mini
 from fedprior.core.errors import SettingError
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.network import Network
@@ -272,6 +273,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     "cifar10-resnet20": _residual("cifar10-resnet20", hub.CIFAR10, _resnet20, "ResNet20 on CIFAR-10"),
     "cifar100-resnet20": _residual("cifar100-resnet20", hub.CIFAR100, _resnet20, "ResNet20 on CIFAR-100"),
     "hub": hub_images,
+    "shakespeare-mini": shakespeare_mini,
+    "shakespeare": shakespeare,
 }
 
 
