@@ -38,8 +38,9 @@ def gated_evidence(sent: Params, assignment: Assignment) -> Tree:
 def mean_of_evidence(evidence: Tree, server: Tree) -> Params:
     """The gated mean: of z φ, divided by that of z."""
     means = dict(evidence["weights"])
-    for name, total in evidence["sent"].items():
-        means[name] = torch.where(total > 0, means[name] / torch.where(total > 0, total, 1.0), server["weights"][name])
+    for name, sent in evidence["sent"].items():
+        known = sent > 0
+        means[name] = torch.where(known, means[name] / torch.where(known, sent, 1.0), server["weights"][name])
     return means
 
 
