@@ -156,6 +156,7 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
         "Gate disagreement |π − θ|, mean": ["fedsparse"],
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
         "Bytes a round, by direction": ["fedavg, up", "fedsparse, up", "fedavg, down", "fedsparse, down"],
+        "Reliability": ["as sure as right", *both],
         "own, seed 0": [],
     }
     assert {"Global accuracy against bytes", "Local accuracy against rounds", "Seconds a round"} <= set(probe["charts"])
@@ -273,6 +274,10 @@ def test_the_scripts_numbers_are_the_records(real):
     }
     for name in ("units", "closed_by_votes", "closed_by_step"):
         assert found[name] == {layer: [r[f"{name}/{layer}"] for r in evaluated] for layer in ("conv", "fc1")}
+    assert found["reliability"] == [
+        [value for key, value in evaluated[-1].items() if key.startswith(name)] for name in ("confidence/", "accuracy/")
+    ]
+    assert found["evaluated"]["global_ece"] == [record["global_ece"] for record in evaluated]
     counts = json.loads((real / "fedsparse" / "partition.json").read_text())["train"]
     (part,) = data["partitions"]
     assert sorted(part["order"]) == list(range(6))

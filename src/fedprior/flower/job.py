@@ -14,7 +14,7 @@ from fedprior.catalogue.tasks.base import check_metrics
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import with_classes
-from fedprior.core.network import Loss, Metric, Network, cross_entropy
+from fedprior.core.network import Loss, Metric, Network, Whole, cross_entropy
 from fedprior.core.options import Option, convert
 from fedprior.core.settings import MACHINE, SIMULATED, Settings
 from fedprior.em import Algorithm
@@ -176,7 +176,7 @@ def own_job(
     *,
     clients: int,
     loss: Loss = cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Whole] | None = None,
     test: tuple[Tensor, Tensor] | None = None,
     name: str = "own",
     **defaults: Any,

@@ -16,6 +16,7 @@ from fedprior.core.keys import Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.probabilities import PROBABILITIES
 from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
@@ -95,7 +96,7 @@ class Server:
         network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None
-        what = measures(network, job.test)
+        what = measures(network, job.test, job.settings.metrics)
         scores = blank_scores(what, job.clients)
         return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, what, scores)
 
@@ -179,7 +180,7 @@ class Server:
         data = test.to(device) if test is not None else None
         what, scores = self.measures, self.scores
         if test is None and bool(self.accuracy.isnan().all()):  # no client has reported one
-            what = what._replace(names=tuple(name for name in what.names if name != "accuracy"))
+            what = what._replace(names=tuple(name for name in what.names if name not in ("accuracy", *PROBABILITIES)))
             scores = {name: scores[name] for name in what.names}
         return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
 

@@ -80,6 +80,13 @@ PARTS = (
     ),
     Section("accuracy-rounds", "Accuracy against rounds"),
     Section("scores", "Held-out loss and metrics"),
+    Section(
+        "probabilities",
+        "Can its probabilities be believed?",
+        "Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of the "
+        "server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy "
+        "of each. A model below the diagonal is too sure of itself.",
+    ),
     Section("sparsity", "Sparsity", "The share of the parameters that is not part of the server's network any more."),
     Section(
         "units",

@@ -25,6 +25,8 @@ CLIENTS = 1000
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
 UNITS = ("units", "closed_by_votes", "closed_by_step")
 """For each layer, the units kept and, by cause, those that have closed so far."""
+RELIABILITY = ("confidence", "accuracy")
+"""The reliability diagram of an evaluation has one of each for every bin."""
 PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
 NUMBERS_OF_A_LINE = (*PER_ROUND, *PER_EVALUATION, "seconds", "bytes")
 
@@ -101,6 +103,7 @@ def _run_data(run: Run, group: str, name: str, width: int) -> dict[str, Any]:
                 if any(record.get(name) is not None for record in evaluated)
             },
         },
+        "reliability": [_numbered(evaluated[-1] if evaluated else {}, name) for name in RELIABILITY],
         # A layer is not named before its first weight is gone.
         "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
         **{name: _by_layer(run, evaluated, f"{name}/") for name in UNITS},
@@ -111,6 +114,11 @@ def _by_layer(run: Run, evaluated: Sequence[Mapping[str, Any]], prefix: str) -> 
     """What the evaluations say about each layer under a prefix."""
     keys = sorted({key for record in evaluated for key in record if key.startswith(prefix)}, key=_natural(run))
     return {key.removeprefix(prefix): [_number(record.get(key)) for record in evaluated] for key in keys}
+
+
+def _numbered(record: Mapping[str, Any], prefix: str) -> list[float | None]:
+    """`prefix/1`, `prefix/2`, …, as a record has them, in order."""
+    return [_number(value) for key, value in record.items() if key.startswith(f"{prefix}/")]
 
 
 def _natural(run: Run) -> Callable[[str], int]:

@@ -22,10 +22,24 @@ for (const [where, x, field] of [["bytes", BYTES, "bytes"], ["rounds", ROUND, "r
   }
 }
 // Held-out loss, and metrics of a user's own.
-const scores = [...new Set(runs.flatMap((r) => Object.keys(r.evaluated)))].filter((f) => /^(global|local)_/.test(f) && !f.endsWith("_accuracy"));
+const scores = [...new Set(runs.flatMap((r) => Object.keys(r.evaluated)))].filter((f) => /^(global|local)_/.test(f) && !f.endsWith("_accuracy") && !/_(nll|ece|brier)$/.test(f));
 for (const field of scores) {
   const title = field === "global_loss" ? "Held-out loss, global" : field === "local_loss" ? "Held-out loss, local" : field.replace("_", " ");
   new LineChart(grid("scores"), { title, series: lines("round", field), x: ROUND, y: { format: three, log: true } });
+}
+// Whether confidence is earned.
+const reliable = runs.filter((r) => r.reliability[0].length);
+for (const [field, what] of reliable.length ? [["nll", "Negative log-likelihood"], ["ece", "Calibration error"], ["brier", "Brier score"]] : []) {
+  for (const where of ["global", "local"]) {
+    new LineChart(grid("probabilities"), { title: `${what}, ${where}`, series: lines("round", `${where}_${field}`), x: ROUND, y: { format: three, log: true } });
+  }
+}
+if (reliable.length) {
+  new LineChart(grid("probabilities"), {
+    title: "Reliability", x: { label: "confidence", name: "confidence", format: percent, tick: SHARE.tick }, y: { ...SHARE, zero: true },
+    series: () => [{ name: "as sure as right", look: { colour: "soft", dash: "2 3", mark: "circle" }, x: [0, 1], y: [0, 1] },
+      ...reliable.map((r) => ({ ...look(r), x: r.reliability[0], y: r.reliability[1] }))],
+  });
 }
 new LineChart(grid("sparsity"), { title: "Sparsity over rounds", series: lines("round", "sparsity"), x: ROUND, y: { ...SHARE, zero: true } });
 const sparse = runs.filter((r) => Object.keys(r.layers).length);
