@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedprior.core.federated import FederatedData
-from fedprior.core.network import IGNORED, Metric, Network, Whole, class_dim, cross_entropy
+from fedprior.core.inputs import ModelInputs, plain
+from fedprior.core.network import IGNORED, Given, Metric, Network, Whole, class_dim, cross_entropy
 from fedprior.core.options import nearest
 from fedprior.core.probabilities import ECE, METRICS, PROBABILITIES, reliability
 from fedprior.core.trees import Gates, Params
@@ -121,7 +122,7 @@ def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
     return values.flatten(1).double().mean(1) if values.dim() > 1 else values
 
 
-def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
+def sums(network: Network, what: Measures, params: Params, x: ModelInputs, y: Tensor, batch: int = 512) -> Tensor:
     """Every measure of these examples, times their number, shape [measures].
 
     A model that stores no statistics uses those of all the examples together.
@@ -143,15 +144,15 @@ def _cat(known: Sequence[Params]) -> Params:
     return {name: torch.cat([some[name] for some in known]) for name in known[0]}
 
 
-def padded_sums(network: Network, what: Measures, models: Params, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
+def padded_sums(network: Network, what: Measures, models: Params, x: ModelInputs, y: Tensor, real: Tensor) -> Tensor:
     """The same for a cohort, [clients, measures]; `real` says which examples are not padding."""
 
-    def of_one(params: Params, x: Tensor, y: Tensor, real: Tensor) -> tuple[Tensor, Params]:
+    def of_one(params: Params, x: Given, y: Tensor, real: Tensor) -> tuple[Tensor, Params]:
         outputs = network.predict(params, x, real)
         return each(network, what, outputs, y), parts(what, outputs, y)
 
     with torch.no_grad():
-        found, known = vmap(of_one)(models, x, y, real)
+        found, known = vmap(of_one)(models, plain(x), y, real)
         total = torch.where(real[:, None], found, 0.0).sum(2)
         return vmap(partial(joined, what))(total, known, real.double())
 

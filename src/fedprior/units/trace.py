@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError, SettingError
+from fedprior.core.inputs import ModelInputs
 from fedprior.units.components import find_components
 from fedprior.units.edges import Edge, Shapes
 from fedprior.units.structure import Layer, Reader, Structure
@@ -26,7 +27,7 @@ LINEAR_GATES = ("outputs", "inputs")
 
 def find_structure(
     model: nn.Module,
-    example: Tensor,
+    example: ModelInputs,
     *,
     gate_output: bool = False,
     ungated: Iterable[str] = (),
@@ -88,7 +89,9 @@ class Edges(NamedTuple):
     """The layers that feed the output."""
 
 
-def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Edges:
+def find_edges(
+    model: nn.Module, example: ModelInputs, *, gate_output: bool = False, ungated: Iterable[str] = ()
+) -> Edges:
     """Like `find_structure`, but with a result for every operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
@@ -113,7 +116,7 @@ def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     return Edges(graph.module, walk.edges, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
 
 
-def _trace(model: nn.Module, example: Tensor) -> Shapes:
+def _trace(model: nn.Module, example: ModelInputs) -> Shapes:
     try:
         graph = fx.symbolic_trace(copy.deepcopy(model).eval())
     except Exception as error:
@@ -124,10 +127,19 @@ def _trace(model: nn.Module, example: Tensor) -> Shapes:
     shapes = Shapes(graph)
     try:
         with torch.no_grad():
-            shapes.run(example.unsqueeze(0))
+            shapes.run(*_placed(graph, example))
     except Exception as error:
-        raise ModelError(f"the model does not run on one input of shape {tuple(example.shape)}: {error}") from error
+        what = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else str(example)
+        raise ModelError(f"the model does not run on one input {what}: {error}") from error
     return shapes
+
+
+def _placed(graph: fx.GraphModule, example: ModelInputs) -> list[Tensor]:
+    """A batch of one example as the arguments of the forward function, in its order."""
+    if isinstance(example, Tensor):
+        return [example.unsqueeze(0)]
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+    return [example.parts[name].unsqueeze(0) for name in names if name in example.parts]
 
 
 def _embeddings(model: nn.Module, known: set[str]) -> set[str]:

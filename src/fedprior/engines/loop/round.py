@@ -128,8 +128,9 @@ class Simulation:
                 step, model = protocol.take_turn(
                     self.algorithm, network, packet, batches, own, remembered, rate=rate, tamper=tamper
                 )
-                x, y = (part[data.test[client]].to(turn.root.device) for part in (data.test_x, data.test_y))
-                stacked.put(place, (step, sums(network, self.measures, model, x, y)))
+                rows, device = data.test[client], turn.root.device
+                scores = sums(network, self.measures, model, data.test_x[rows].to(device), data.test_y[rows].to(device))
+                stacked.put(place, (step, scores))
 
         with self.workers.side_by_side() as each:
             list(each(take_turn, range(len(places))))
