@@ -59,6 +59,8 @@ class Simulation:
     """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
     """What each client remembers after its first turn: for the correction, and its own statistics."""
+    clients: dict[str, Tensor] = field(default_factory=dict)
+    """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = field(default=0.0)
 
@@ -188,7 +190,10 @@ class Simulation:
 
     def evaluate(self) -> Record:
         """Scores and size of the current server."""
-        return evaluate(self.algorithm, self.server, self.measures, self.scores, self.workers, self.data)
+        record, self.clients = evaluate(
+            self.algorithm, self.server, self.measures, self.scores, self.workers, self.data
+        )
+        return record
 
 
 class InTurn:
