@@ -8,6 +8,7 @@ from local_grid import LocalGrid
 
 from fedprior.core import trees
 from fedprior.core.errors import SettingError
+from fedprior.em.folding import obstacle
 from fedprior.engines.build import build
 from fedprior.flower import HardEM, Server
 
@@ -53,3 +54,10 @@ def test_a_deployment_beyond_its_budget_does_not_start(make_job):
     pytest.importorskip("dp_accounting")
     with pytest.raises(SettingError, match="budget is epsilon=1: it allows 0 rounds"):
         Server.new(make_job("fedavg", {**SETTINGS, "epsilon": 1.0}), RUN)
+
+
+def test_uploads_that_are_clipped_are_not_folded(make_job):
+    """Folding takes one upload after another, before anything has clipped it."""
+    for settings, why in (({"clip": 1.0}, "uploads are clipped together"), ({}, "")):
+        job = make_job("fedavg", settings)
+        assert obstacle(job.algorithm, Server.new(job, RUN).state) == why
