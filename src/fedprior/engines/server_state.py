@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DivergedError
 from fedprior.core.federated import FederatedData
 from fedprior.core.late import late
-from fedprior.core.metrics import Measures, global_scores, layer_sparsity, local_scores
+from fedprior.core.metrics import Measures, judge, layer_sparsity, local_scores, of_clients, over_clients
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
@@ -20,6 +20,13 @@ from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, protocol
 
 Record = dict[str, Any]
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation adds to a round's record, and what it finds of every client."""
+
+    record: Record
+    clients: dict[str, Tensor]
 
 
 def update(
@@ -48,18 +55,22 @@ def evaluate(
     scores: Mapping[str, Tensor],
     workers: Workers,
     data: FederatedData | None,
-) -> Record:
+) -> Evaluation:
     """Global and local scores, and the size of the current server. Global scores need test examples."""
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
-    return {
-        **global_scores(workers, measures, algorithm.ship(server), data),
+    judged = judge(workers, measures, algorithm.ship(server), data)
+    clients = of_clients(scores, judged.clients)
+    record = {
+        **judged.scores,
         **local_scores(scores),
+        **over_clients(clients),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
         **prior.tally(server),
     }
+    return Evaluation(record, clients)
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
@@ -69,6 +80,7 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
         "rounds": len(records),
         **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
         **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
+        **({"epsilon": last["epsilon"]} if "epsilon" in last else {}),
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),

@@ -87,6 +87,12 @@ class Edges(NamedTuple):
     """The layers that read only the network's input."""
     outputs: frozenset[str]
     """The layers that feed the output."""
+    absorbed: dict[str, tuple[str, int, int]]
+    """For a layer whose outputs are heads: their name, how many consecutive rows each has, and in how many runs."""
+
+    def origin(self, source: str) -> str:
+        """The layer that has the gates of this one."""
+        return self.absorbed[source][0] if source in self.absorbed else source
 
 
 def find_edges(
@@ -113,7 +119,8 @@ def find_edges(
     assert isinstance(graph.module, fx.GraphModule)
     linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
     inputs = frozenset(every.layers) - every.fed
-    return Edges(graph.module, walk.edges, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
+    layers = walk.layers, tuple(walk.readers), linear, inputs, outputs, walk.absorbed
+    return Edges(graph.module, walk.edges, graph.shapes, *layers)
 
 
 def _trace(model: nn.Module, example: ModelInputs) -> Shapes:
