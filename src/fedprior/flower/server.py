@@ -21,6 +21,7 @@ from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
+from fedprior.em.folding import Sums, fold, obstacle
 from fedprior.engines.build import device_of
 from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
 from fedprior.flower.job import Job
@@ -66,6 +67,8 @@ class Round:
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
     """The same packets before they are encoded as bytes."""
+    sums: Sums | None = None
+    """What the uploads so far add up to, if each is folded in when it arrives."""
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Server:
     """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = 0.0
+    folds: bool = False
+    """Whether each upload is folded in when it arrives, instead of keeping all of a round."""
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
@@ -111,7 +116,8 @@ class Server:
         """Open the next round."""
         server, algorithm = self.job.algorithm.prior.prune(self.state), self.job.algorithm
         number = self.round + 1
-        return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
+        down, up, sums = algorithm.downlink(server), algorithm.uplink(server), Sums() if self.folds else None
+        return Round(number, Turn(self.root, number), server, down, up, sums=sums)
 
     def packet(self, turn: Round, client: int) -> bytes:
         """Return this round's packet for a client. If all clients get the same, there is one packet for all."""
@@ -126,6 +132,23 @@ class Server:
         """Read an upload, or raise a WireError. Its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
         return protocol.hear(coded, turn.up, self._speak(turn, client).said if turn.up.precision else None)
+
+    def receive(self, turn: Round, upload: Upload) -> Upload:
+        """Take an upload that has passed all checks: fold it in, if uploads are not kept until the round closes."""
+        if turn.sums is None:
+            return upload
+        weight = upload.examples if self.job.settings.weighting == "examples" else 1
+        fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
+        return upload._replace(message={})
+
+    def fold_above(self, size: float, cohort: int) -> str:
+        """Fold in uploads one by one if those of a cohort would take more bytes than `size`. Return what stands in the
+        way, if anything does."""
+        weights = self.state["weights"]
+        of_one = sum(value.numel() * value.element_size() for value in weights.values())
+        why = obstacle(self.job.algorithm, self.state) if cohort * of_one > size else ""
+        self.folds = cohort * of_one > size and not why
+        return f"{why}: a round needs {cohort} uploads of {of_one / 1e6:.0f} MB at once" if why else ""
 
     def _speak(self, turn: Round, client: int) -> protocol.Spoken:
         """Return the packet for a client. A rounded upload refers to it as well."""
@@ -143,7 +166,8 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
+        found = turn.sums or trees.stack([upload.message for upload in uploads.values()])
+        self.state = self._m_step(turn, found, examples)
         self.examples |= examples
         for client, upload in uploads.items():
             self.accepted[client] = turn.number
@@ -187,7 +211,7 @@ class Server:
         record, self.clients = evaluate(self.job.algorithm, self.state, what, scores, workers, data)
         return record
 
-    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
+    def _m_step(self, turn: Round, uploads: Tree | Sums, examples: Mapping[int, int]) -> Tree:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
