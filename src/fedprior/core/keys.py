@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     ATTACK = 8
     ROUNDING = 9
     COMPONENTS = 10
+    UNSEEN = 11
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

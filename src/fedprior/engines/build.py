@@ -23,6 +23,7 @@ from fedprior.engines.attack import ATTACKS, POISONED, check_attack
 from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
+from fedprior.engines.unseen import Roll, held_out
 from fedprior.wire import Wire
 
 
@@ -39,8 +40,12 @@ def check_run(settings: Settings, algorithm: Algorithm, network: Network, client
     check_statistics(network.module, settings.statistics)
     algorithm.check(network.params())
     named(settings.metrics)
-    if settings.clients_per_round > clients:
-        raise SettingError(f"clients_per_round is {settings.clients_per_round}, but there are only {clients} clients")
+    left = clients - held_out(clients, settings.unseen)
+    if settings.clients_per_round > left:
+        besides = "" if left == clients else f" that take part (unseen={settings.unseen})"
+        raise SettingError(
+            f"clients_per_round is {settings.clients_per_round}, but there are only {left} clients{besides}"
+        )
     if settings.weighting == "examples" and uneven:
         check_takes_weight(algorithm.prior)
 
@@ -99,6 +104,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
         measures=what,
+        roll=Roll.of(keys.key(settings.seed), data.clients, settings.unseen),
         scores=blank_scores(what, data.clients),
     )
     mode_of(settings.mode, settings.messages, built)  # refuses impossible modes before anything is written

@@ -29,6 +29,7 @@ from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, update
+from fedprior.engines.unseen import Roll, judge_unseen, tested_by
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Simulation:
     server: Tree
     optimiser: TreeOptimiser | None
     measures: Measures
+    roll: Roll
+    """Which clients take part."""
     scores: dict[str, Tensor]
     """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
@@ -73,7 +76,7 @@ class Simulation:
         """One round of hard EM."""
         start, number = time.perf_counter(), self.round + 1
         algorithm, turn, rate = self.algorithm, Turn(self.root, number), self.settings.rates.at(number)
-        clients = protocol.cohort(turn, self.data.clients, self.settings.clients_per_round)
+        clients = self.roll.cohort(turn, self.settings.clients_per_round)
 
         server = algorithm.prior.prune(self.server)
         said, packets, down, kept = self._speak(server, turn.of(torch.tensor(clients)))
@@ -167,8 +170,8 @@ class Simulation:
 
     def share(self, clients: list[int]) -> Share:
         """How much these clients count in the M-step."""
-        train = self.data.train
-        return share(self.settings.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
+        sizes = [self.data.train.size(client) for client in clients]
+        return share(self.settings.weighting, sizes, self.roll.sizes(self.data), self.root.device)
 
     @property
     def accuracy(self) -> Tensor:
@@ -190,8 +193,11 @@ class Simulation:
 
     def evaluate(self) -> Record:
         """Scores and size of the current server."""
+        held_out = self.roll.unseen
+        data = tested_by(self.data, self.roll.seen) if held_out else self.data
+        also = judge_unseen(self) if held_out else None
         record, self.clients = evaluate(
-            self.algorithm, self.server, self.measures, self.scores, self.workers, self.data
+            self.algorithm, self.server, self.measures, self.scores, self.workers, data, also
         )
         return record
 
