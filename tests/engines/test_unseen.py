@@ -8,6 +8,7 @@ import fedprior
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Turn, key
 from fedprior.em import protocol
+from fedprior.engines.privacy import Accountant
 from fedprior.engines.unseen import Roll
 from fedprior.report.records import read_run
 from fedprior.trained.export import personal_model
@@ -75,6 +76,13 @@ def test_those_held_out_have_no_part_in_the_shares(small_task):
     run = held(small_task, "scaffold", clients_per_round=6).simulation
     share = run.share(run.roll.seen)
     assert float(share.fraction) == pytest.approx(1)
+
+
+def test_a_private_run_is_sampled_from_those_who_take_part(small_task):
+    """Or its ε would be too small: of six clients three are half."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    result = held(small_task, clip=1.0, noise=1.0, rounds=2)
+    assert result.records[-1]["epsilon"] == Accountant(3 / 6, 1.0, result.simulation.settings.delta).total(2)
 
 
 def test_what_makes_no_sense_is_refused(small_task):

@@ -40,9 +40,14 @@ class Spoken(NamedTuple):
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
-def cohort(turn: Turn, population: int, count: int, attempt: int = 0) -> list[int]:
-    """The clients of a round; each further attempt to find enough gives others."""
+def cohort(turn: Turn, population: int, count: int, attempt: int = 0, *, private: bool = False) -> list[int]:
+    """The clients of a round; each further attempt to find enough gives others.
+
+    In private, `count` is how many they are on average: each is drawn apart from all others.
+    """
     key = turn.key(Purpose.COHORT)
+    if private:
+        return keys.each_with(key, population, count / population)
     return keys.choose(keys.fold(key, attempt) if attempt else key, population, count)
 
 
@@ -90,6 +95,26 @@ def take_turn(
     step = e_step(algorithm, network, packet, batches, turn, memory, tamper=tamper, rounded=rounded, rate=rate, **how)
     realise = lifting(algorithm, **how)(lambda own: own.prior.realise)
     return step, {**realise(step.upload, packet), **step.own}
+
+
+def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
+    """The upload of a client that has not moved, for a round without any."""
+    packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
+def protect(
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    key: Tensor,
+    *,
+    vectorised: bool = False,
+    settings: Params | None = None,
+) -> Tree:
+    """What the server (or, vectorised, those of several runs) may learn from: see `guard.py`."""
+    return lifting(algorithm, vectorised, settings)(lambda own: own.protect)(uploads, server, key)
 
 
 def conclude(

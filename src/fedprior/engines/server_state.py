@@ -90,6 +90,7 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
         "rounds": len(records),
         **{name: value for name, value in last.items() if name.startswith(SCORES)},
         **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
+        **({"epsilon": last["epsilon"]} if "epsilon" in last else {}),
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),

@@ -51,9 +51,9 @@ class Roll:
         unseen = sorted(keys.choose(keys.fold(root, Purpose.UNSEEN), clients, held_out(clients, share)))
         return cls([client for client in range(clients) if client not in set(unseen)], unseen)
 
-    def cohort(self, turn: Turn, count: int) -> list[int]:
+    def cohort(self, turn: Turn, count: int, *, private: bool = False) -> list[int]:
         """The clients of a round."""
-        return [self.seen[place] for place in protocol.cohort(turn, len(self.seen), count)]
+        return [self.seen[place] for place in protocol.cohort(turn, len(self.seen), count, private=private)]
 
     def sizes(self, data: FederatedData) -> np.ndarray:
         """How many training examples those have that take part."""

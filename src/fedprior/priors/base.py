@@ -207,6 +207,13 @@ class Prior:
         """Which weights an upload with these gates holds; `state` as in `uplink`."""
         return self.support(gates)
 
+    def exposes(self) -> str:
+        """What the server learns from clients' data beside the mean of their weights, in words; empty if nothing.
+
+        A private run protects that mean alone.
+        """
+        return f"the M-step of {type(self).__name__} is not a mean of weights"
+
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:
         """What a user should know about these settings before training for this many rounds, one line each."""

@@ -66,6 +66,9 @@ class LocalGates(Gated):
     effect and no gradient, so they do not travel.
     """
 
+    def exposes(self) -> str:
+        return "clients choose gates, and which they choose depends on their data; fednarrow's are the server's"
+
     def sent(self, gates: Gates, state: Tree) -> Params:
         own = self.gating.rows(gates)
         known = state["gates"] if "gates" in state else state.get("open")

@@ -31,6 +31,9 @@ class Gaussian(Prior):
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
 
+    def exposes(self) -> str:
+        return ""
+
     known_slope = True
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:

@@ -52,6 +52,9 @@ class Sized(Narrow):
     """The length of the run."""
     scalars = ("sparsity", "precision", "conv_rate", "linear_rate", "cross_entropy")
 
+    def exposes(self) -> str:
+        return "clients choose gates, and which they choose depends on their data; fednarrow's are the server's"
+
     def check(self) -> None:
         if not 0 < self.closing <= 1:
             raise SettingError(f"closing must be above 0 and at most 1, got {self.closing}")

@@ -167,6 +167,8 @@ class Together:
         said, packets, down = self._speak(server, self._turns(inputs))
         step, scores = self._take_turns(shape, inputs, packets, rate.local)
         uploads, up = self._hear(step, said)
+        key = self.root  # only a private run has noise, and its clients train in turn
+        uploads = protocol.protect(self.algorithm, server, uploads, key, vectorised=True, settings=self.settings)
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
         # Before the update, which is in place: a packet may share the server's memory.
