@@ -18,6 +18,7 @@ from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, protocol
+from fedprior.em.folding import Sums
 
 Record = dict[str, Any]
 SCORES = ("global_", "local_", "unseen_", "newcomer_")
@@ -34,7 +35,7 @@ class Evaluation(NamedTuple):
 def update(
     algorithm: Algorithm,
     server: Tree,
-    uploads: Tree,
+    uploads: Tree | Sums,
     optimiser: TreeOptimiser | None,
     share: Share,
     number: int,
@@ -42,7 +43,10 @@ def update(
 ) -> Tree:
     """Take the M-step of a round. If the new state is not finite, restore the optimiser and raise an error."""
     moments = optimiser.state() if optimiser else {}
-    updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
+    if isinstance(uploads, Sums):
+        updated, fine = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
+    else:
+        updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
     if bool(fine):
         return updated
     if optimiser:
