@@ -24,6 +24,7 @@ from fedprior.core.weighting import Share
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batch import Batches
 from fedprior.em.estep import EStep, Tamper, e_step
+from fedprior.em.folding import Sums, m_step_folded
 from fedprior.em.lifting import lifting
 from fedprior.em.mstep import m_step
 from fedprior.priors import Prior
@@ -134,6 +135,19 @@ def conclude(
     """
     updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
     return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
+
+
+def conclude_folded(
+    algorithm: Algorithm,
+    server: Tree,
+    sums: Sums,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    rate: float | Tensor = 1.0,
+) -> tuple[Tree, Tensor]:
+    """`conclude` for uploads that were folded in one by one."""
+    updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate)
+    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, 0)
 
 
 def rehearse(

@@ -34,7 +34,7 @@ class Gaussian(Prior):
     def exposes(self) -> str:
         return ""
 
-    known_slope = True
+    known_slope, additive = True, True
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = w − φ_s on average, to the last bit as autograd has it, which keeps every intermediate value."""
