@@ -172,6 +172,6 @@ def test_the_apps_config_names_settings_that_exist(example):
     assert Limits.of(chosen) == Limits()
     assert (
         not set(chosen)
-        - {"task", "algorithm", "settings", "out", "resume", "metrics"}
+        - {"task", "algorithm", "settings", "out", "resume", "rounds", "metrics"}
         - {name.replace("_", "-") for name in Limits.__dataclass_fields__}
     )
