@@ -79,13 +79,9 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
                 folder.append_clients(record["round"], server.clients)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
-<<<<<<< HEAD
         labels = {"task": job.task, "algorithm": job.algorithm.name, "run": folder.path.name}
         with metrics.serving(str(config.get("metrics", "")), records, job.settings.rounds, labels):
-            HardEM(server, limits, keep, asked or {}).start(grid)
-=======
-        HardEM(server, limits, keep, told, bound).start(grid)
->>>>>>> main
+            HardEM(server, limits, keep, told, bound).start(grid)
         summary, model = server.summary(records), server.model()
         folder.finish(summary, learned(model))
     console = Console(width=120)
