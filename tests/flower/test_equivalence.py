@@ -95,7 +95,8 @@ def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path)
         HardEM(Server.new(job, RUN), quick, kept.append).start(LocalGrid(job, tmp_path))
         for ours, theirs in zip(kept, expected, strict=True):
             scores = {key for key in theirs if key.startswith(("global_", "local_"))}
-            assert scores == {"global_loss", "global_mae", "local_loss", "local_mae"}
+            names = ("loss", "loss_worst", "loss_spread", "mae")
+            assert scores == {f"{where}_{name}" for where in ("global", "local") for name in names}
             assert {key for key in ours if key.startswith(("global_", "local_"))} == scores
             for key in scores:
                 value = theirs[key] if test is not None or key.startswith("local_") else math.nan

@@ -86,6 +86,12 @@ def _unjudged(run: Any) -> str:
     )
 
 
+def _nobody_unseen(run: Any) -> str:
+    if not run.tested:
+        return _unjudged(run)
+    return "" if round(run.unseen * run.clients) else f"of {run.clients} clients that is none; give a larger share"
+
+
 def _nothing_judged(run: Any) -> str:
     return "" if run.patience or run.keep == "best" else "it is what patience and keep=best judge by; give one of them"
 
@@ -94,6 +100,12 @@ def _nobody(run: Any) -> str:
     if run.attack == "none":
         return f"there is no attack; give attack={either(ATTACKS)}"
     return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is none; give a larger share"
+
+
+def _public(run: Any) -> str:
+    return (
+        "" if run.epsilon is not None or run.noise is not None else "the run is not private; give epsilon, its budget"
+    )
 
 
 def _unused_attack(run: Any) -> str:
@@ -190,6 +202,32 @@ class Settings:
             ("examples", "equal"),
         ),
     ] = "examples"
+    clip: Annotated[
+        float | None,
+        About(
+            "the largest distance of an upload from the server's weights; one that is farther is drawn in to it; "
+            "none: no bound, or 1 in a private run: [privacy.md](privacy.md)",
+            above=0,
+        ),
+    ] = None
+    epsilon: Annotated[
+        float | None,
+        About(
+            "the budget of [differential privacy](privacy.md) of every client: uploads are clipped, their sum has "
+            "noise, cohorts are Poisson samples, and clients count equally; none: not private",
+            above=0,
+        ),
+    ] = None
+    noise: Annotated[
+        float | None,
+        About(
+            "in private, the noise of a round as a multiple of `clip`; none: the least that epsilon allows",
+            least=0,
+        ),
+    ] = None
+    delta: Annotated[
+        float, About("in private, δ: less than one over the number of clients", above=0, below=1, idle=_public)
+    ] = 1e-5
     lr_schedule: Annotated[
         str,
         About(
@@ -228,6 +266,17 @@ class Settings:
             machine=True,
         ),
     ] = ("nll", "ece", "brier")
+    unseen: Annotated[
+        float,
+        About(
+            "the share of clients that never take part; evaluations tell how the server's model serves them, as it is "
+            "and after a newcomer's E-step: [below](#clients-that-never-took-part)",
+            least=0,
+            below=1,
+            simulated=True,
+            idle=_nobody_unseen,
+        ),
+    ] = 0.0
     patience: Annotated[
         int | None,
         About(
@@ -271,6 +320,16 @@ class Settings:
             raise SettingError(
                 "messages are encoded only when clients train in turn: leave out messages, or set mode=in-turn"
             )
+
+    @property
+    def private(self) -> bool:
+        """Whether every client has differential privacy."""
+        return self.epsilon is not None or self.noise is not None
+
+    @property
+    def largest(self) -> float:
+        """The clip of a private run."""
+        return 1.0 if self.clip is None else self.clip
 
     @property
     def rates(self) -> Rates:

@@ -24,6 +24,7 @@ from fedprior.core.weighting import Share
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batch import Batches
 from fedprior.em.estep import EStep, Tamper, e_step
+from fedprior.em.folding import Sums, m_step_folded
 from fedprior.em.lifting import lifting
 from fedprior.em.mstep import m_step
 from fedprior.priors import Prior
@@ -40,9 +41,14 @@ class Spoken(NamedTuple):
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
-def cohort(turn: Turn, population: int, count: int, attempt: int = 0) -> list[int]:
-    """The clients of a round; each further attempt to find enough gives others."""
+def cohort(turn: Turn, population: int, count: int, attempt: int = 0, *, private: bool = False) -> list[int]:
+    """The clients of a round; each further attempt to find enough gives others.
+
+    In private, `count` is how many they are on average: each is drawn apart from all others.
+    """
     key = turn.key(Purpose.COHORT)
+    if private:
+        return keys.each_with(key, population, count / population)
     return keys.choose(keys.fold(key, attempt) if attempt else key, population, count)
 
 
@@ -92,6 +98,26 @@ def take_turn(
     return step, {**realise(step.upload, packet), **step.own}
 
 
+def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
+    """The upload of a client that has not moved, for a round without any."""
+    packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
+def protect(
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    key: Tensor,
+    *,
+    vectorised: bool = False,
+    settings: Params | None = None,
+) -> Tree:
+    """What the server (or, vectorised, those of several runs) may learn from: see `guard.py`."""
+    return lifting(algorithm, vectorised, settings)(lambda own: own.protect)(uploads, server, key)
+
+
 def conclude(
     algorithm: Algorithm,
     server: Tree,
@@ -109,6 +135,19 @@ def conclude(
     """
     updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
     return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
+
+
+def conclude_folded(
+    algorithm: Algorithm,
+    server: Tree,
+    sums: Sums,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    rate: float | Tensor = 1.0,
+) -> tuple[Tree, Tensor]:
+    """`conclude` for uploads that were folded in one by one."""
+    updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate)
+    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, 0)
 
 
 def rehearse(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,20 +12,30 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DivergedError
 from fedprior.core.federated import FederatedData
 from fedprior.core.late import late
-from fedprior.core.metrics import Measures, global_scores, layer_sparsity, local_scores
+from fedprior.core.metrics import Judged, Measures, judge, layer_sparsity, local_scores, of_clients, over_clients
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, protocol
+from fedprior.em.folding import Sums
 
 Record = dict[str, Any]
+SCORES = ("global_", "local_", "unseen_", "newcomer_")
+"""How what is measured on test examples begins."""
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation adds to a round's record, and what it finds of every client."""
+
+    record: Record
+    clients: dict[str, Tensor]
 
 
 def update(
     algorithm: Algorithm,
     server: Tree,
-    uploads: Tree,
+    uploads: Tree | Sums,
     optimiser: TreeOptimiser | None,
     share: Share,
     number: int,
@@ -33,7 +43,10 @@ def update(
 ) -> Tree:
     """Take the M-step of a round. If the new state is not finite, restore the optimiser and raise an error."""
     moments = optimiser.state() if optimiser else {}
-    updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
+    if isinstance(uploads, Sums):
+        updated, fine = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
+    else:
+        updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
     if bool(fine):
         return updated
     if optimiser:
@@ -48,18 +61,30 @@ def evaluate(
     scores: Mapping[str, Tensor],
     workers: Workers,
     data: FederatedData | None,
-) -> Record:
-    """Global and local scores, and the size of the current server. Global scores need test examples."""
+    unseen: Judged | None = None,
+) -> Evaluation:
+    """Global and local scores, and the size of the current server. Global scores need test examples.
+
+    `unseen` is what is known of clients that never took part.
+    """
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
-    return {
-        **global_scores(workers, measures, algorithm.ship(server), data),
+    judged = judge(workers, measures, algorithm.ship(server), data)
+    clients = of_clients(scores, judged.clients)
+    apart = unseen or Judged({}, {})
+    record = {
+        **judged.scores,
         **local_scores(scores),
+        **over_clients(clients),
+        **apart.scores,
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
         **prior.tally(server),
     }
+    # Each client's place is filled by one of the two.
+    every = {name: values.where(~values.isnan(), apart.clients.get(name, values)) for name, values in clients.items()}
+    return Evaluation(record, every)
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
@@ -67,8 +92,9 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
     server, last = algorithm.prior.prune(state), records[-1]
     return {
         "rounds": len(records),
-        **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
+        **{name: value for name, value in last.items() if name.startswith(SCORES)},
         **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
+        **({"epsilon": last["epsilon"]} if "epsilon" in last else {}),
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),

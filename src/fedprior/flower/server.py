@@ -1,6 +1,7 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.frozen import copied
-from fedprior.core.keys import Turn
+from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
@@ -21,7 +22,9 @@ from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
+from fedprior.em.folding import Sums, fold, obstacle
 from fedprior.engines.build import device_of
+from fedprior.engines.privacy import accountant_of, check_budget
 from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
@@ -66,6 +69,8 @@ class Round:
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
     """The same packets before they are encoded as bytes."""
+    sums: Sums | None = None
+    """What the uploads so far add up to, if each is folded in when it arrives."""
 
 
 @dataclass
@@ -86,12 +91,19 @@ class Server:
     """For every client, the last round in which its upload was used."""
     examples: dict[int, int] = field(default_factory=dict)
     """How many examples each client has, for the clients that have said so."""
+    clients: dict[str, Tensor] = field(default_factory=dict)
+    """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = 0.0
+    folds: bool = False
+    """Whether each upload is folded in when it arrives, instead of keeping all of a round."""
+    secret: Tensor = field(default_factory=lambda: keys.key(secrets.randbits(63)))
+    """The key of a private run's cohorts and noise. Devices know the seed, so neither may follow from it."""
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
         """Build a server before its first round."""
+        check_budget(job.settings, job.clients)
         device = device_of(job.settings)
         network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
@@ -109,7 +121,8 @@ class Server:
         """Open the next round."""
         server, algorithm = self.job.algorithm.prior.prune(self.state), self.job.algorithm
         number = self.round + 1
-        return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
+        down, up, sums = algorithm.downlink(server), algorithm.uplink(server), Sums() if self.folds else None
+        return Round(number, Turn(self.root, number), server, down, up, sums=sums)
 
     def packet(self, turn: Round, client: int) -> bytes:
         """Return this round's packet for a client. If all clients get the same, there is one packet for all."""
@@ -124,6 +137,23 @@ class Server:
         """Read an upload, or raise a WireError. Its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
         return protocol.hear(coded, turn.up, self._speak(turn, client).said if turn.up.precision else None)
+
+    def receive(self, turn: Round, upload: Upload) -> Upload:
+        """Take an upload that has passed all checks: fold it in, if uploads are not kept until the round closes."""
+        if turn.sums is None:
+            return upload
+        weight = upload.examples if self.job.settings.weighting == "examples" else 1
+        fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
+        return upload._replace(message={})
+
+    def fold_above(self, size: float, cohort: int) -> str:
+        """Fold in uploads one by one if those of a cohort would take more bytes than `size`. Return what stands in the
+        way, if anything does."""
+        weights = self.state["weights"]
+        of_one = sum(value.numel() * value.element_size() for value in weights.values())
+        why = obstacle(self.job.algorithm, self.state) if cohort * of_one > size else ""
+        self.folds = cohort * of_one > size and not why
+        return f"{why}: a round needs {cohort} uploads of {of_one / 1e6:.0f} MB at once" if why else ""
 
     def _speak(self, turn: Round, client: int) -> protocol.Spoken:
         """Return the packet for a client. A rounded upload refers to it as well."""
@@ -141,7 +171,8 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
+        found = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
+        self.state = self._m_step(turn, found, examples)
         self.examples |= examples
         for client, upload in uploads.items():
             self.accepted[client] = turn.number
@@ -150,7 +181,9 @@ class Server:
         self.round = turn.number
         losses = [upload.loss for upload in uploads.values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
-        record |= {"train_loss": sum(losses) / len(losses), "clients": list(uploads)}
+        record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(uploads)}
+        if spending := accountant_of(job.settings, job.clients):
+            record["epsilon"] = spending.total(turn.number)
         if job.settings.weighting == "examples":
             record["examples"] = list(examples.values())
         kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
@@ -158,12 +191,7 @@ class Server:
             record["floored"] = sorted(kept)
         if forgot := [client for client, upload in uploads.items() if upload.forgot]:
             record["forgot"] = forgot
-        if turn.faults:
-            record["faults"] = turn.faults
-        if turn.stragglers:
-            record["stragglers"] = turn.stragglers
-        if turn.quarantined:
-            record["quarantined"] = turn.quarantined
+        record |= {name: seen for name in ("faults", "stragglers", "quarantined") if (seen := getattr(turn, name))}
         if evaluate:
             record |= self.evaluate()
             apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]
@@ -172,6 +200,16 @@ class Server:
                 record["tv_max"] = max(most for _, most in apart)
         self.seconds += seconds + time.perf_counter() - began
         return record
+
+    def _protected(self, turn: Round, heard: list[Tree]) -> Tree:
+        """What the server may learn from; in private, nobody is an answer as well."""
+        algorithm, server = self.job.algorithm, turn.server
+        heard = heard or [protocol.silence(algorithm, server, turn.draws)]
+        return protocol.protect(algorithm, server, trees.stack(heard), self.private(turn).key(Purpose.NOISE))
+
+    def private(self, turn: Round) -> Turn:
+        """The source of a round's private draws."""
+        return Turn(self.secret.to(self.root.device), turn.number)
 
     def evaluate(self) -> Record:
         """Return scores and size of the current server. Global scores need test examples at the server."""
@@ -182,15 +220,17 @@ class Server:
         if test is None and bool(self.accuracy.isnan().all()):  # no client has reported one
             what = what._replace(names=tuple(name for name in what.names if name not in ("accuracy", *PROBABILITIES)))
             scores = {name: scores[name] for name in what.names}
-        return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
+        record, self.clients = evaluate(self.job.algorithm, self.state, what, scores, workers, data)
+        return record
 
-    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
+    def _m_step(self, turn: Round, uploads: Tree | Sums, examples: Mapping[int, int]) -> Tree:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
-        usual = round(sum(known.values()) / len(known))
+        usual = round(sum(known.values()) / max(1, len(known)))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
-        counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
+        weighting = "equal" if self.job.settings.private else self.job.settings.weighting
+        counted = share(weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
         return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
 
