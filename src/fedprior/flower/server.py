@@ -1,6 +1,7 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.frozen import copied
-from fedprior.core.keys import Turn
+from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
@@ -23,6 +24,7 @@ from fedprior.core.workers import Workers
 from fedprior.em import protocol
 from fedprior.em.folding import Sums, fold, obstacle
 from fedprior.engines.build import device_of
+from fedprior.engines.privacy import accountant_of, check_budget
 from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
@@ -95,10 +97,13 @@ class Server:
     seconds: float = 0.0
     folds: bool = False
     """Whether each upload is folded in when it arrives, instead of keeping all of a round."""
+    secret: Tensor = field(default_factory=lambda: keys.key(secrets.randbits(63)))
+    """The key of a private run's cohorts and noise. Devices know the seed, so neither may follow from it."""
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
         """Build a server before its first round."""
+        check_budget(job.settings, job.clients)
         device = device_of(job.settings)
         network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
@@ -166,7 +171,7 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        found = turn.sums or trees.stack([upload.message for upload in uploads.values()])
+        found = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
         self.state = self._m_step(turn, found, examples)
         self.examples |= examples
         for client, upload in uploads.items():
@@ -176,7 +181,9 @@ class Server:
         self.round = turn.number
         losses = [upload.loss for upload in uploads.values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
-        record |= {"train_loss": sum(losses) / len(losses), "clients": list(uploads)}
+        record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(uploads)}
+        if spending := accountant_of(job.settings, job.clients):
+            record["epsilon"] = spending.total(turn.number)
         if job.settings.weighting == "examples":
             record["examples"] = list(examples.values())
         kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
@@ -184,12 +191,7 @@ class Server:
             record["floored"] = sorted(kept)
         if forgot := [client for client, upload in uploads.items() if upload.forgot]:
             record["forgot"] = forgot
-        if turn.faults:
-            record["faults"] = turn.faults
-        if turn.stragglers:
-            record["stragglers"] = turn.stragglers
-        if turn.quarantined:
-            record["quarantined"] = turn.quarantined
+        record |= {name: seen for name in ("faults", "stragglers", "quarantined") if (seen := getattr(turn, name))}
         if evaluate:
             record |= self.evaluate()
             apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]
@@ -198,6 +200,16 @@ class Server:
                 record["tv_max"] = max(most for _, most in apart)
         self.seconds += seconds + time.perf_counter() - began
         return record
+
+    def _protected(self, turn: Round, heard: list[Tree]) -> Tree:
+        """What the server may learn from; in private, nobody is an answer as well."""
+        algorithm, server = self.job.algorithm, turn.server
+        heard = heard or [protocol.silence(algorithm, server, turn.draws)]
+        return protocol.protect(algorithm, server, trees.stack(heard), self.private(turn).key(Purpose.NOISE))
+
+    def private(self, turn: Round) -> Turn:
+        """The source of a round's private draws."""
+        return Turn(self.secret.to(self.root.device), turn.number)
 
     def evaluate(self) -> Record:
         """Return scores and size of the current server. Global scores need test examples at the server."""
@@ -215,9 +227,10 @@ class Server:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
-        usual = round(sum(known.values()) / len(known))
+        usual = round(sum(known.values()) / max(1, len(known)))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
-        counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
+        weighting = "equal" if self.job.settings.private else self.job.settings.weighting
+        counted = share(weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
         return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
 
