@@ -127,6 +127,17 @@ def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     return found.reshape(shape)
 
 
+def noise(key: Tensor, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers for training, much faster than `normal`: of 23 random bits each, none beyond 5.8.
+
+    A draw of 64 bits gives a radius and an angle, and those a pair of numbers.
+    """
+    drawn = bits(key, (count + 1) // 2)
+    first, second = (((_shift(part, 41)).to(dtype) + 0.5) * 2.0**-23 for part in (drawn, drawn << 23))
+    radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+
+
 def each_with(key: Tensor, population: int, rate: float) -> list[int]:
     """Those of a population who are drawn when each is with this probability, apart from all others."""
     drawn = _shift(bits(key, population), 11) < round(rate * 2**53)

@@ -215,6 +215,8 @@ def _descend(
         before = clone(local) if batch.active is not None else local
         draws = (relax_keys[..., step], dropout_keys[..., step])
         grads, (loss, found) = gradient(local, packet, given(batch), draws)
+        if algorithm.prior.curved:
+            grads = lift(lambda own: own.prior.natural)(grads, local, packet)
         for name, value in direction.items():
             grads["weights"][name] = grads["weights"][name] + value
         optimiser.step(grads)

@@ -5,6 +5,7 @@ from fedprior.priors.bernoulli_mask import BernoulliMask
 from fedprior.priors.distance import Distance
 from fedprior.priors.fixed_gates import FixedGates
 from fedprior.priors.gaussian import Gaussian
+from fedprior.priors.gaussian_posterior import GaussianPosterior
 from fedprior.priors.group_lasso import GroupLasso
 from fedprior.priors.laplace import Laplace
 from fedprior.priors.mixture import Mixture
@@ -20,6 +21,7 @@ __all__ = [
     "Distance",
     "FixedGates",
     "Gaussian",
+    "GaussianPosterior",
     "GroupLasso",
     "Laplace",
     "Mixture",

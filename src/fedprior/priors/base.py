@@ -33,11 +33,13 @@ class Assignment(NamedTuple):
     gates: Gates = NONE
     joint: Params = NONE
     """For a prior that has worked them out: `gates` and their `logits`, all layers in one vector."""
+    precision: Params = NONE
+    """How sure a client is of each weight, for a prior whose clients say so."""
 
     @classmethod
     def of(cls, weights: Params, upload: Tree) -> "Assignment":
         """That of an upload that stands for these weights."""
-        return cls(weights, upload.get("gates", {}))
+        return cls(weights, upload.get("gates", {}), precision=upload.get("precision", {}))
 
 
 Term = Callable[[Assignment, Tree], Tensor]
@@ -183,6 +185,13 @@ class Prior:
         """A differentiable draw from q, for the network to run with."""
         return expected.weights
 
+    curved: bool = False
+    """Whether `natural` turns gradients into natural ones."""
+
+    def natural(self, grads: Tree, local: Tree, packet: Tree) -> Tree:
+        """The natural gradient of the local objective, for its steps: its gradient in the metric of q."""
+        return grads
+
     smooth: bool = True
     """False if `log_prob` has a term that is not differentiable, for which `prox` takes the step."""
 
@@ -197,6 +206,10 @@ class Prior:
     def realise(self, upload: Tree, reference: Tree) -> Params:
         """The parameters φ* that an upload stands for, given the packet or server state it refers to."""
         return upload["weights"]
+
+    def sample(self, local: Tree, packet: Tree, key: Tensor) -> Params:
+        """A network drawn from q, for an ensemble of them: by default what a hard assignment stands for."""
+        return self.realise(self.commit(local, packet, key), packet)
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:

@@ -1,7 +1,8 @@
 """What the hierarchical model is unsure of, as an ensemble: draws from its prior, or its clients' hard assignments.
 
 A draw from the prior is what a client would commit to that has no data. With gates these are drawn from θ, of a mixture
-it is a component; a Gaussian with one centre draws the same network each time, and is refused.
+it is a component, of a Gaussian posterior every weight is drawn; a Gaussian with one centre draws the same network each
+time, and is refused.
 """
 
 import copy
@@ -83,4 +84,4 @@ def _draw(sim: Simulation, turn: Turn, number: int) -> Params:
 
     packet = sim.algorithm.broadcast(server, key(Purpose.BROADCAST))
     local = prior.adopt(packet, key(Purpose.ADOPT), blind)
-    return prior.realise(prior.commit(local, prior.receive(packet), key(Purpose.COMMIT)), packet)
+    return prior.sample(local, prior.receive(packet), key(Purpose.COMMIT))

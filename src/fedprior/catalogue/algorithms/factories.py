@@ -12,6 +12,7 @@ from fedprior.priors import (
     Distance,
     FixedGates,
     Gaussian,
+    GaussianPosterior,
     GroupLasso,
     Laplace,
     Mixture,
@@ -44,6 +45,20 @@ def gaussian(
             raise SettingError("products=true is a closed-form M-step: leave out server_optimiser")
         prior = Products(precision, find_adapters(network.module))
     return training.algorithm(prior, average=average)
+
+
+def gaussian_posterior(
+    network: Network,
+    *,
+    examples: options.Examples = 1e5,
+    decay: options.Decay = 1e-4,
+    curvature: options.Curvature = 1.0,
+    training: Training = TRAINING,
+    local_precision_optimiser: options.LocalPrecisionOptimiser = Optimiser.preset("SGD", lr=0.01),
+) -> Algorithm:
+    """A Gaussian posterior; without a server optimiser the M-step is the product of the clients'."""
+    prior = GaussianPosterior(examples, decay, curvature)
+    return training.algorithm(prior, local={"log-precision": local_precision_optimiser}, server={"precision": MEAN})
 
 
 def laplace(

@@ -15,6 +15,7 @@ from fedprior.catalogue.algorithms.factories import (
     distance,
     fixed_gates,
     gaussian,
+    gaussian_posterior,
     group_lasso,
     laplace,
     mixture,
@@ -46,6 +47,7 @@ ALGORITHMS: dict[str, Entry] = {
     "fedavgm": Entry(gaussian, "Gaussian", "SGD with momentum", {"server_optimiser": "SGD(lr=1.0, momentum=0.9)"}),
     "fedadam": Entry(gaussian, "Gaussian", "Adam", {"server_optimiser": "Adam(lr=0.001)"}),
     "reptile": Entry(gaussian, "Gaussian", "one SGD step", {"server_optimiser": "SGD(lr=0.5)"}),
+    "fedgauss": Entry(gaussian_posterior, "Gaussian posterior", "product of the clients' Gaussians"),
     "fedsparse": Entry(spike_slab, "spike and slab over units", "mean of w by one step, Adamax on v"),
     "fedsparse-unstructured": Entry(
         spike_slab, "spike and slab over weights", "mean of w by one step, Adamax on v", {"structured": False}

@@ -225,6 +225,10 @@ OfProducts = Annotated[
     bool, About("whether an adapter's mean is that of its products B A, not of its factors", idle=_without_adapters)
 ]
 Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
+Examples = Annotated[float, About("N, how many examples the posterior is of: those of all clients")]
+Decay = Annotated[float, About("δ, the precision per example of the fixed prior around zero")]
+Curvature = Annotated[float, About("h₀, the curvature of the loss that is assumed at the start")]
+LocalPrecisionOptimiser = Annotated[Optimiser, About("the clients' optimiser of the precisions' logarithms")]
 Freedom = Annotated[float, About("ν, the degrees of freedom: the smaller, the heavier the tails", idle=_only_trimmed)]
 Scale = Annotated[float, About("s, the distance of a weight that is usual among clients", idle=_only_trimmed)]
 Trim = Annotated[float, About("the share of a cohort that is cut off at each end of every weight", idle=_optimised)]

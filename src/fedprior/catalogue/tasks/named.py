@@ -34,7 +34,7 @@ STORED = Stored()
 # The paper's server optimiser, for every method that it compares, and for those that are compared with them here.
 ADAM = {"server_optimiser": "Adam(lr=0.001)"}
 SPARSE = [f"fed{kind}{more}" for kind in ("sparse", "narrow") for more in ("", "-unstructured", "+scaffold")]
-COMPARED = ("fedavg", "fedprox", "feddrop", "fedl1", "fedtopk", "fedsparse-sized", *SPARSE)
+COMPARED = ("fedavg", "fedprox", "fedgauss", "feddrop", "fedl1", "fedtopk", "fedsparse-sized", *SPARSE)
 # The paper's M-step is 1/S Σ_s, whatever the clients' sizes.
 EQUAL = {"weighting": "equal"}
 # FedNarrow, which is not the paper's, sends each client half of LeNet-5's neurons: docs/search.md.
