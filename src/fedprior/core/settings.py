@@ -190,6 +190,15 @@ class Settings:
             ("examples", "equal"),
         ),
     ] = "examples"
+    bound: Annotated[
+        float,
+        About(
+            "how many times as far from the server's state as usual an upload may be; one that is farther, or not "
+            "finite, is left out and its client named in the record; 0: any: "
+            "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
+            least=0,
+        ),
+    ] = 8.0
     lr_schedule: Annotated[
         str,
         About(

@@ -50,14 +50,18 @@ def median(values: Tensor, weight: Tensor | None = None) -> Tensor:
     return ((ordered.gather(0, lower) + ordered.gather(0, upper)) / 2)[0]
 
 
+def without_weight(prior: object) -> list[str]:
+    """The methods of a user's prior that do not take the uploads' weights."""
+    return [name for name in ("solve", "slope") if "weight" not in inspect.signature(getattr(prior, name)).parameters]
+
+
 def check_takes_weight(prior: object) -> None:
     """Refuse a user's prior whose methods do not take the uploads' weights."""
-    for method in ("solve", "slope"):
-        if "weight" not in inspect.signature(getattr(prior, method)).parameters:
-            raise SettingError(
-                f"clients count by their examples, but {method} of {type(prior).__name__} takes no weight: add it, as "
-                "docs/new-prior.md shows, or set weighting=equal"
-            )
+    for method in without_weight(prior):
+        raise SettingError(
+            f"clients count by their examples, but {method} of {type(prior).__name__} takes no weight: add it, as "
+            "docs/new-prior.md shows, or set weighting=equal"
+        )
 
 
 class Share(NamedTuple):

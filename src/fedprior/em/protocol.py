@@ -26,6 +26,7 @@ from fedprior.em.batch import Batches
 from fedprior.em.estep import EStep, Tamper, e_step
 from fedprior.em.lifting import lifting
 from fedprior.em.mstep import m_step
+from fedprior.em.reception import receive
 from fedprior.priors import Prior
 from fedprior.wire import Layout
 
@@ -37,6 +38,18 @@ class Spoken(NamedTuple):
     """Its content, to which a rounded upload refers."""
     coded: Tree
     """The same, as it travels."""
+
+
+class Conclusion(NamedTuple):
+    """The server after a round, and how its uploads were received."""
+
+    server: Tree
+    sound: Tensor
+    """Whether the new state is finite."""
+    apart: Tensor
+    """How far away each upload was, as a multiple of the usual distance; infinite if it was not finite."""
+    kept: Tensor
+    """Which uploads counted."""
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
@@ -98,17 +111,49 @@ def conclude(
     uploads: Tree,
     optimiser: TreeOptimiser | None,
     share: Share,
+    fine: Tensor,
     rate: float | Tensor = 1.0,
     *,
     vectorised: bool = False,
     settings: Params | None = None,
-) -> tuple[Tree, Tensor]:
-    """The server (or, vectorised, those of several runs) takes its M-step. Also say whether the new state is finite.
+) -> Conclusion:
+    """The server (or, vectorised, those of several runs) receives a cohort's uploads and takes its M-step.
 
-    The optimiser has moved in any case: a caller that rejects the new state must restore it.
+    `fine` marks the uploads whose numbers are finite. The optimiser has moved in any case, unless no upload counts and
+    there is one run: a caller that rejects the new state must restore it.
     """
-    updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
-    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
+    how: dict[str, Any] = {"vectorised": vectorised, "settings": settings}
+    if not algorithm.bound:
+        updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, **how)
+        return Conclusion(updated, _sound(updated, vectorised), torch.where(fine, 0.0, torch.inf), fine)
+    found = receive(algorithm, server, uploads, share, fine, **how)
+    some = found.kept.any(-1)
+    updated = server
+    if vectorised or bool(some):
+        updated = m_step(algorithm, server, found.uploads, optimiser, *found.share, rate=rate, **how)
+    if vectorised:
+        updated = _where(some, updated, server)
+    updated = {**updated, **({"usual": found.usual} if found.usual else {})}
+    return Conclusion(updated, _sound(updated, vectorised), found.apart, found.kept)
+
+
+def _sound(server: Tree, vectorised: bool) -> Tensor:
+    """Whether the numbers of a server, or of each of several, are finite."""
+    return finite({name: part for name, part in server.items() if name not in ("floored", "usual")}, int(vectorised))
+
+
+def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:
+    """The state after an M-step for the runs in which some upload counted, and the one before it for the others."""
+    known = dict(trees.leaves(before))
+    return {
+        section: {
+            name: torch.where(moved.reshape(-1, *[1] * (new.dim() - 1)), new, known[path])
+            if (path := f"{section}/{name}") in known
+            else new
+            for name, new in values.items()
+        }
+        for section, values in after.items()
+    }
 
 
 def rehearse(

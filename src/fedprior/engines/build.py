@@ -30,7 +30,7 @@ def applied(settings: Settings, algorithm: Algorithm) -> Algorithm:
     """Apply settings to an algorithm: the precision of its messages, its statistics, its number of rounds."""
     statistics = Statistics(settings.statistics, settings.report_statistics, settings.statistics_momentum)
     fitted, wire = algorithm.prior.fit(settings.rounds), Wire.of(settings.wire, settings.entropy)
-    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics)
+    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics, bound=settings.bound)
 
 
 def check_run(settings: Settings, algorithm: Algorithm, network: Network, clients: int, *, uneven: bool) -> None:

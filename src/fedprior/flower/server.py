@@ -21,7 +21,7 @@ from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
 from fedprior.engines.build import device_of
-from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
+from fedprior.engines.server_state import Record, evaluate, final_model, floored, left_out, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
 
@@ -81,6 +81,8 @@ class Server:
     """For every client, the last round in which its upload was used."""
     examples: dict[int, int] = field(default_factory=dict)
     """How many examples each client has, for the clients that have said so."""
+    left_out: list[Record] = field(default_factory=list)
+    """Whose uploads of the last round were too far away to be used, as faults."""
     round: int = 0
     seconds: float = 0.0
 
@@ -136,28 +138,31 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        self.state = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
-        self.examples |= examples
-        for client, upload in uploads.items():
+        found = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
+        self.state, self.examples = found.server, self.examples | examples
+        self.left_out = left_out(list(uploads), found.apart.tolist(), job.algorithm.bound)
+        turn.faults += self.left_out
+        used = {client: one for (client, one), kept in zip(uploads.items(), found.kept.tolist(), strict=True) if kept}
+        for client, upload in used.items():
             self.accepted[client] = turn.number
             for name, values in self.scores.items() if upload.scores else ():
                 values[client] = upload.scores.get(name, math.nan)
         self.round = turn.number
-        losses = [upload.loss for upload in uploads.values()]
+        losses = [upload.loss for upload in (used or uploads).values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
-        record |= {"train_loss": sum(losses) / len(losses), "clients": list(uploads)}
+        record |= {"train_loss": sum(losses) / len(losses), "clients": list(used)}
         if job.settings.weighting == "examples":
-            record["examples"] = list(examples.values())
-        kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
+            record["examples"] = [upload.examples for upload in used.values()]
+        kept = turn.floored | floored(turn.server) | {layer for u in used.values() for layer in u.floored}
         if kept:
             record["floored"] = sorted(kept)
-        if forgot := [client for client, upload in uploads.items() if upload.forgot]:
+        if forgot := [client for client, upload in used.items() if upload.forgot]:
             record["forgot"] = forgot
         if turn.faults:
             record["faults"] = turn.faults
         if evaluate:
             record |= self.evaluate()
-            apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]
+            apart = [upload.disagreement for upload in used.values() if upload.disagreement is not None]
             if apart and job.algorithm.prior.gates(turn.server):
                 record["tv_mean"] = sum(mean for mean, _ in apart) / len(apart)
                 record["tv_max"] = max(most for _, most in apart)
@@ -175,7 +180,7 @@ class Server:
             scores = {name: scores[name] for name in what.names}
         return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
 
-    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> Tree:
+    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> protocol.Conclusion:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
