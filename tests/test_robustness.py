@@ -1,4 +1,4 @@
-"""A fifth of the clients is hostile: the median stands where the mean falls.
+"""A fifth of the clients is hostile: the median and the Student-t stand where the mean falls.
 
 Cohorts of 15, because the median breaks down where half of a cohort is hostile, which one of 10 often meets by chance;
 clients that are alike, because the median of unlike clients is biased and takes longer to recover; rounds until flat.
@@ -49,7 +49,7 @@ def accuracy(name: str, attack: str) -> float:
 
 @pytest.fixture(scope="module")
 def clean() -> dict[str, float]:
-    return {name: accuracy(name, "none") for name in ("fedavg", "fedmedian")}
+    return {name: accuracy(name, "none") for name in ("fedavg", "fedmedian", "fedstudent")}
 
 
 def test_both_learn_without_attackers(clean: dict[str, float]) -> None:
@@ -60,3 +60,8 @@ def test_both_learn_without_attackers(clean: dict[str, float]) -> None:
 def test_the_median_withstands_an_attack_that_breaks_the_mean(attack: str, clean: dict[str, float]) -> None:
     assert accuracy("fedmedian", attack) > clean["fedmedian"] - 0.03
     assert accuracy("fedavg", attack) < clean["fedavg"] - 0.3
+
+
+@pytest.mark.parametrize("attack", ["sign-flip", "scale", "constant", "backdoor"])
+def test_the_student_withstands_every_attack(attack: str, clean: dict[str, float]) -> None:
+    assert accuracy("fedstudent", attack) > clean["fedstudent"] - 0.02

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from fedprior.catalogue.tasks import TASKS, Task, own_task, task
     from fedprior.core.adapters import adapt
     from fedprior.core.federated import FederatedData
-    from fedprior.core.network import Network
+    from fedprior.core.network import Network, Whole
     from fedprior.core.optimisers import Optimiser
+    from fedprior.core.probabilities import METRICS
     from fedprior.em import Algorithm
     from fedprior.priors import Prior
     from fedprior.runs.drive import Result
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "METRICS",
     "PARTITIONS",
     "STOP",
     "TASKS",
@@ -45,6 +47,7 @@ __all__ = [
     "RunError",
     "SettingError",
     "Task",
+    "Whole",
     "WireError",
     "__version__",
     "adapt",
@@ -65,8 +68,9 @@ _HOMES = {
     "catalogue.tasks": ("TASKS", "Task", "own_task", "task"),
     "core.adapters": ("adapt",),
     "core.federated": ("FederatedData",),
-    "core.network": ("Network",),
+    "core.network": ("Network", "Whole"),
     "core.optimisers": ("Optimiser",),
+    "core.probabilities": ("METRICS",),
     "em": ("Algorithm",),
     "priors": ("Prior",),
     "runs.drive": ("Result",),

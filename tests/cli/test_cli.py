@@ -379,6 +379,20 @@ def test_tasks_and_algorithms_are_listed_with_their_settings(shell):
     assert "local_optimiser=SGD(lr=0.05)" in out
 
 
+def test_the_settings_of_one_algorithm_or_task_are_explained(shell):
+    code, out, err = shell("algorithms", "fednarrow")
+    assert (code, err) == (0, "")
+    for row in (
+        r"dense_rounds +none +\(0; of.*rounds +before",
+        "sparsity .* share of +parameters",
+        "floor +1 +the +least",
+    ):
+        assert re.search(row, " ".join(out.split()))
+    code, out, err = shell("tasks", "mnist-mini")
+    assert (code, err) == (0, "")
+    assert re.search("pixels +standard +how images are scaled: standard", out)
+
+
 def test_version_and_help(shell):
     assert shell("--version") == (0, f"{fedprior.__version__}\n", "")
     code, out, _ = shell()
@@ -393,6 +407,8 @@ def test_version_and_help(shell):
 
 BAD = {
     "unknown task": (("run", "mnist-mimi"), "unknown task 'mnist-mimi'; did you mean 'mnist-mini'?"),
+    "unknown task to explain": (("tasks", "mnist-mimi"), "unknown task 'mnist-mimi'; did you mean 'mnist-mini'?"),
+    "unknown algorithm to explain": (("algorithms", "fedspare"), "did you mean 'fedsparse'?"),
     "unknown task to compare": (("compare", "tinny"), "did you mean 'tiny'?"),
     "unknown algorithm": (("run", "tiny", "--algorithm", "fedspare"), "did you mean 'fedsparse'?"),
     "unknown algorithm to compare": (("compare", "tiny", "--algorithms", "fedavg,fedaadm"), "did you mean 'fedadam'?"),

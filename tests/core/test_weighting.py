@@ -21,6 +21,9 @@ D = torch.float64
 NAMES = {
     "fedavg": {},
     "fedmedian": {},
+    "fedtrim": {},
+    "fedstudent": {"scale": 0.3},
+    "fedgeomedian": {},
     "fedmix": {"precision": 0.05},
     "feddrop": {},
     "fedl1": {"server_optimiser": "none", "strength": 0.3},

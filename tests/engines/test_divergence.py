@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedprior
 from fedprior.core import trees
-from fedprior.core.errors import DivergedError
+from fedprior.core.errors import DivergedError, SettingError
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree, stack
 from fedprior.core.weighting import Share
-from fedprior.em import Algorithm, m_step
+from fedprior.em import Algorithm, Batch, m_step
 from fedprior.em.protocol import SMALL, finite
-from fedprior.engines.attack import ATTACKS
+from fedprior.engines.attack import ATTACKS, Poisoned, backdoor_success
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import _check_clients
 from fedprior.engines.server_state import update
@@ -218,7 +218,10 @@ def test_only_runs_that_did_not_diverge_get_new_values() -> None:
 # ---------------------------------------------------------------------- attackers
 
 
-@pytest.mark.parametrize(("attack", "sent"), [("sign-flip", [-19, 33]), ("scale", [201, -297]), ("constant", [1, 1])])
+@pytest.mark.parametrize(
+    ("attack", "sent"),
+    [("sign-flip", [-19, 33]), ("scale", [201, -297]), ("constant", [1, 1]), ("backdoor", [21, -27])],
+)
 def test_each_attack_does_what_its_name_says(attack: str, sent: list[float]) -> None:
     """The server sent (1, 3) and the client learned (3, 0): a step of (2, −3)."""
     local, packet = {"weights": {"a": numbers(3, 0)}, "more": {"b": numbers(1)}}, {"weights": {"a": numbers(1, 3)}}
@@ -229,6 +232,34 @@ def test_each_attack_does_what_its_name_says(attack: str, sent: list[float]) -> 
     assert honest["weights"]["a"].tolist() == [3, 0]
     several = {"weights": {"a": torch.stack([numbers(0, 2), numbers(2, 4)])}}
     assert ATTACKS[attack](torch.tensor(True), local, several)["weights"]["a"].tolist() == sent, "against their mean"
+
+
+def test_a_backdoor_marks_every_second_example_of_hostile_clients() -> None:
+    images, labels = torch.zeros(2, 3, 1, 6, 6), torch.full((2, 3), 7)
+    one = [Batch(images, labels, None, None)]
+    batch = Poisoned(one, torch.tensor([True, False]))[0]
+    assert batch.y.tolist() == [[0, 7, 0], [7, 7, 7]]
+    assert batch.x.sum((-1, -2, -3)).tolist() == [[16, 0, 16], [0, 0, 0]]
+    assert bool((batch.x[0, 0, 0, 2:, 2:] == 1).all()), "the lower right corner"
+    alone = Poisoned([Batch(images[0], labels[0], None, None)], torch.tensor(True))
+    assert len(alone) == 1
+    assert torch.equal(alone[0].x, batch.x[0])
+    assert alone[0].y.tolist() == [0, 7, 0]
+
+
+def test_a_backdoor_succeeds_by_the_marked_images_of_other_classes() -> None:
+    x, y = torch.zeros(4, 1, 6, 6), torch.tensor([0, 1, 2, 1])
+
+    def predict(x: Tensor) -> Tensor:  # heeds the mark, but not in the brighter third image
+        return torch.stack([x.sum((1, 2, 3)) == 16, x.sum((1, 2, 3)) != 16], 1).double()
+
+    assert backdoor_success(predict, x + torch.tensor([0, 0, 1, 0]).reshape(4, 1, 1, 1), y) == pytest.approx(2 / 3)
+
+
+def test_a_backdoor_needs_images() -> None:
+    task = fedprior.own_task(nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))] * 10)
+    with pytest.raises(SettingError, match="marks images of one label each"):
+        fedprior.run(task, "fedavg", attack="backdoor", attackers=0.2)
 
 
 @pytest.mark.parametrize("mode", ["in-turn", "vectorised"])

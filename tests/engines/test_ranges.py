@@ -60,7 +60,11 @@ def test_a_cohort_is_at_most_all_clients() -> None:
 
 IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # What has no effect, with what it has one, and a word of why.
-    "attackers": ({"attackers": 0.1}, {"attack": "scale"}, "there is no attack; give attack=sign-flip, scale or con"),
+    "attackers": (
+        {"attackers": 0.1},
+        {"attack": "scale"},
+        "there is no attack; give attack=sign-flip, scale, constant or backdoor",
+    ),
     "few attackers": ({"attack": "scale", "attackers": 0.04}, {"attackers": 0.06}, "of 10 clients that is none"),
     "attack": ({"attack": "scale"}, {"attackers": 0.1}, "there are no attackers"),
     "epochs": ({"epochs": 2, "local_steps": 3}, {"local_steps": None}, "local_steps=3 says how long"),

@@ -45,6 +45,7 @@ CASES = {
     "local steps": ("scaffold", {}, {"local_steps": 5}),
     "mixture": ("fedmix", {"scaffold": True}, {}),
     "median under attack": ("fedmedian", {}, {"attack": "constant", "attackers": 0.3}),
+    "backdoor": ("fedgeomedian", {}, {"attack": "backdoor", "attackers": 0.3}),
     "input gates": (
         "fedsparse",
         {"linear_gates": "inputs", "gate_output": True, "lambda0": 1e-3, "local_threshold_optimiser": "Adamax(lr=0.1)"},

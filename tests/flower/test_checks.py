@@ -26,7 +26,7 @@ def exchange(make_job, tmp_path):
     turn = server.begin()
     node = Node.new(job, 1, job.part(1), tmp_path)
     answer = node.respond(Order(server.packet(turn, 1), 1, RUN, 0))
-    return server, turn, messages.write_answer(answer), node.introduce()
+    return server, turn, messages.write_answer(answer), messages.write_introduction(node)
 
 
 def changed(content: RecordDict, **wrong: object) -> RecordDict:
@@ -48,6 +48,7 @@ def test_an_honest_answer_is_read(exchange):
     [
         *({"client": 0}, {"client": 2}, {"round": 0}, {"round": 2}),
         *({"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": 1}),
+        *({"loss": 1e308}, {"loss": -1.1e6}, {"local_loss": 1e308}, {"local_loss": -1.1e6}),
         *({"tested": -1}, {"tested": 2**62 + 1}, {"tested": 1.0}),
         *({"local_accuracy": -0.1}, {"local_accuracy": 1.1}, {"local_accuracy": math.nan}, {"local_accuracy": 1}),
         *({"local_loss": math.nan}, {"local_loss": math.inf}, {"local_loss": 3}),
@@ -112,18 +113,38 @@ def test_only_one_array_of_raw_bytes_is_a_message(exchange):
 def test_an_introduction_with_one_mistake_is_refused(exchange, wrong):
     server, turn, _, introduction = exchange
 
-    def check(about: dict) -> tuple[int, int]:
-        content = RecordDict({NUMBERS: MetricRecord(about)})
-        return messages.check_introduction(content, server, turn, Limits())
+    def check(**changed: object) -> tuple[int, int]:
+        about = MetricRecord({**introduction[NUMBERS], **changed})
+        return messages.check_introduction(RecordDict({**introduction, NUMBERS: about}), server, turn, Limits())
 
-    assert check(introduction) == (1, server.job.data.train.size(1))
+    assert check() == (1, server.job.data.train.size(1))
     with pytest.raises(WireError):
-        check({**introduction, **wrong})
+        check(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fedprior": "9.9"}, r"the node has fedprior 9\.9, not [0-9.a-z]+$"),
+        ({"algorithm": "fedprox"}, r"the node has algorithm fedprox, not fedsparse$"),
+        ({"algorithm": "fedprox", "mu": "0.1"}, r"algorithm fedprox, not fedsparse \(1 other settings differ, too\)$"),
+        ({"lambda0": "7.0"}, r"the node has lambda0 7\.0, not [0-9.e-]+$"),
+        ({"new": "x" * 1000}, r"the node has new x{60}, not none$"),
+        (None, "its fedprior is older than the server's"),
+    ],
+    ids=str,
+)
+def test_another_version_or_setting_is_one_line_that_says_which(exchange, changed, words):
+    server, turn, _, introduction = exchange
+    about = {} if changed is None else {ABOUT: ConfigRecord({**introduction[ABOUT], **changed})}
+    with pytest.raises(WireError, match=words) as refusal:
+        messages.check_introduction(RecordDict({NUMBERS: introduction[NUMBERS], **about}), server, turn, Limits())
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_two_fingerprints_of_an_introduction_are_not_the_same(exchange):
     _, _, _, introduction = exchange
-    assert introduction["down"] != introduction["up"]
+    assert introduction[NUMBERS]["down"] != introduction[NUMBERS]["up"]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +184,9 @@ def test_an_answer_to_an_earlier_question_is_left_out(make_job, quick, tmp_path)
     strategy, grid = HardEM(Server.new(job, RUN), quick), LocalGrid(job, tmp_path)
     strategy.meet(grid, job.clients)
     orders = strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)
-    replies = strategy.exchange(grid, orders)
+    replies = list(strategy.exchange(grid, orders))
     assert len(replies) == 3
-    forgotten = strategy.clients[strategy.sent[0].metadata.dst_node_id]
+    forgotten = strategy.roster.clients[strategy.sent[0].metadata.dst_node_id]
     strategy.sent = strategy.sent[1:]
     strategy.aggregate_train(1, replies)
     assert set(strategy.good) == set(strategy.cohort) - {forgotten}

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 import fedprior
-from fedprior import RunError, SettingError
+from fedprior import SettingError
 from fedprior.engines.batches import ClientBatches
 from fedprior.flower import Limits, named_job, own_job
 from fedprior.flower.certificates import make_certificates
@@ -70,6 +70,8 @@ def test_own_job():
     assert (job.settings.batch_size, job.settings.epochs, job.settings.clients_per_round) == (6, 2, 2)
     with pytest.raises(SettingError, match="unknown setting 'alpha'"):
         own_job({**config, "settings": "alpha=1"}, model, torch.zeros(4), clients=2)
+    with pytest.raises(SettingError, match="attack is a setting of the simulator"):
+        own_job(config, model, torch.zeros(4), clients=2, attack="scale")
 
 
 def test_limits_of_a_run_config():
@@ -82,12 +84,13 @@ def test_limits_of_a_run_config():
 
 def test_certificates(tmp_path):
     folder = tmp_path / "certificates"
-    make_certificates(folder, ["server.example", "192.0.2.7"], 2)
+    done = make_certificates(folder, ["server.example", "192.0.2.7"], 2)
+    assert [line.split()[0] for line in done] == ["ca.pem", "server.pem", "node-0", "node-1"]
     ca, server = (x509.load_pem_x509_certificate((folder / f"{name}.pem").read_bytes()) for name in ("ca", "server"))
     server.verify_directly_issued_by(ca)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["server.example"]
-    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7"]
+    assert names.get_values_for_type(x509.DNSName) == ["server.example", "localhost"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7", "127.0.0.1"]
     assert server.not_valid_after_utc - datetime.now(UTC) > timedelta(days=360)
     ssl.create_default_context().load_cert_chain(folder / "server.pem", folder / "server.key")
     private = load_ssh_private_key((folder / "node-1").read_bytes(), None)
@@ -95,8 +98,6 @@ def test_certificates(tmp_path):
     assert private.public_key() == public
     for secret in ("ca.key", "server.key", "node-0", "node-1"):
         assert stat.S_IMODE((folder / secret).stat().st_mode) == 0o600
-    with pytest.raises(RunError, match="never overwritten"):
-        make_certificates(folder, ["server.example"], 1)
 
 
 TURN = """

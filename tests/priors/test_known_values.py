@@ -13,7 +13,19 @@ from fedprior.core.trees import Params, Tree, stack
 from fedprior.em import Algorithm, m_step
 from fedprior.em.lifting import lifting
 from fedprior.engines.stacked.tensors import own_settings
-from fedprior.priors import Assignment, FixedGates, Gaussian, GroupLasso, Laplace, Mixture, Narrow, Prior, SpikeSlab
+from fedprior.priors import (
+    Assignment,
+    Distance,
+    FixedGates,
+    Gaussian,
+    GroupLasso,
+    Laplace,
+    Mixture,
+    Narrow,
+    Prior,
+    SpikeSlab,
+    StudentT,
+)
 from fedprior.priors.gated import gated_mean
 from fedprior.units import UnitGating, WeightGating, find_structure
 
@@ -53,6 +65,12 @@ def gates(*values: float) -> Params:
     [
         (lambda value: Gaussian(value), (-1e-9, -math.inf, math.nan)),
         (lambda value: Laplace(value), (-1e-9, math.nan)),
+        (lambda value: StudentT(freedom=value), (0.0, -1.0, math.nan)),
+        (lambda value: StudentT(scale=value), (0.0, -1.0, math.nan)),
+        (lambda value: StudentT(trim=value), (-0.01, 0.5, math.nan)),
+        (lambda value: StudentT(steps=value), (-1,)),
+        (lambda value: Distance(precision=value), (-1e-9, math.nan)),
+        (lambda value: Distance(steps=value), (0,)),
         (lambda value: Mixture(precision=value), (0.0, -1.0, math.nan)),
         (lambda value: Mixture(components=value), (0, -1)),
         (lambda value: Mixture(spread=value), (-0.01, 1.01, math.nan)),
@@ -84,6 +102,7 @@ def test_a_setting_out_of_its_range_is_refused(make, wrong):
 
 def test_the_ends_of_ranges_are_allowed():
     for fine in (
+        *(StudentT(trim=0.0, steps=0), Distance(steps=1)),
         *(Gaussian(0.0), Laplace(0.0), Mixture(1, 1e-9, 0.0), Mixture(spread=1.0), GroupLasso(hidden_layer(), 0.0)),
         *(FixedGates(hidden_layer(), {"0": 0.0}), Narrow(hidden_layer(), 0.0, shrink=1.0, conv_rate=0.0)),
         SpikeSlab(hidden_layer(), lambda0=0.0, precision=0.0, cross_entropy=0.0),
@@ -125,6 +144,65 @@ def test_the_laplace_is_minus_the_distance_and_its_pull_is_the_exact_step():
 def test_the_laplaces_m_step_is_the_median(values, median):
     uploads = stack([Assignment({"a": numbers(value)}) for value in values])
     assert Laplace().solve(uploads, {"weights": {"a": numbers(0)}})["weights"]["a"].tolist() == [median]
+
+
+def uploads_of(*values: float) -> Assignment:
+    return stack([Assignment({"a": numbers(value)}) for value in values])
+
+
+NOWHERE = {"weights": {"a": numbers(0)}}
+
+
+def test_the_students_density_is_torchs_and_its_m_step_trusts_near_clients_more():
+    prior, phi, w = StudentT(3.0, 0.5, 0.3, 1, precision=0.2), numbers(1, -2, 0.3), numbers(0.5, 1, 0.3)
+    ours = prior.log_prob(Assignment({"a": phi}), {"weights": {"a": w}})
+    here, there = (torch.distributions.StudentT(numbers(3), at, numbers(0.5)) for at in (w, phi))
+    torch.testing.assert_close(ours, (here.log_prob(phi) - there.log_prob(phi)).sum())
+    assert float(prior.tempered_log_prob(Assignment({"a": phi}), {"weights": {"a": w}})) == pytest.approx(0.2 * ours)
+    start = (0.1 * 0 + 1 * 1 + 0.1 * 3) / 1.2  # what is left of the clients when 0.9 of one are cut off at each end
+    trust = [4 / (3 + ((x - start) / 0.5) ** 2) for x in (0, 1, 3)]
+    expected = (trust[1] + 3 * trust[2]) / sum(trust)
+    assert float(prior.solve(uploads_of(0, 3, 1), NOWHERE)["weights"]["a"]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "trim", "mean"),
+    [
+        ((5, 1, 100, 3), 0.25, 4),
+        ((5, 1, 100, 3), 0.0, 27.25),
+        ((5, 1, 100), 0.49, 5),
+        ((1, 2, 3, 4, 100), 0.3, (0.5 * 2 + 3 + 0.5 * 4) / 2),
+        ((7,), 0.4, 7),
+    ],
+)
+def test_the_trimmed_mean_leaves_out_both_ends(values, trim, mean):
+    """A cut within a client leaves a part of it: 0.3 of five clients are one and a half."""
+    found = StudentT(trim=trim, steps=0).solve(uploads_of(*values), NOWHERE)["weights"]["a"]
+    assert found.tolist() == [pytest.approx(mean)]
+
+
+def test_the_distance_is_that_of_all_parameters_together():
+    prior, server = Distance(0.5), {"weights": {"a": numbers(1, 1), "b": numbers(0)}}
+    away = Assignment({"a": numbers(4, 5), "b": numbers(12)})
+    assert float(prior.log_prob(away, server)) == pytest.approx(-13)
+    assert float(prior.tempered_log_prob(away, server)) == pytest.approx(-6.5)
+    here = {"weights": {name: value.clone().requires_grad_() for name, value in server["weights"].items()}}
+    prior.log_prob(Assignment(server["weights"]), here).backward()
+    assert here["weights"]["a"].grad.tolist() == [0, 0], "a pull that is known where there is none"
+
+
+def test_the_geometric_median_of_a_triangle_sees_its_sides_under_equal_angles():
+    """Fermat's point, and however far the fourth client of five goes, it moves the point no further."""
+    corners = [numbers(0, 0), numbers(4, 0), numbers(1, 3)]
+    solve = Distance(steps=200).solve
+    point = solve(stack([Assignment({"a": c}) for c in corners]), {"weights": {"a": numbers(0, 0)}})["weights"]["a"]
+    sides = [(corner - point) / (corner - point).norm() for corner in corners]
+    for one in range(3):
+        assert float(sides[one] @ sides[one - 1]) == pytest.approx(-0.5, abs=1e-9)
+    honest = [numbers(0, 1), numbers(1, 0), numbers(0, -1), numbers(-1, 0)]
+    for far in (1e3, 1e9):
+        cohort = stack([Assignment({"a": value}) for value in [*honest, numbers(far, 0)]])
+        assert solve(cohort, {"weights": {"a": numbers(0, 0)}})["weights"]["a"].norm() < 1
 
 
 def test_the_mixture_is_the_log_of_a_mean_of_gaussians():
@@ -336,6 +414,31 @@ def test_the_e_step_weighs_its_terms_and_the_m_step_does_not():
     prior = Two(0.25)
     assert float(prior.tempered_log_prob(assignment, server)) == -2 * 0.25
     assert float(prior.log_prob(assignment, server)) == -2 + 10
+
+
+class Spelled(Gaussian):
+    """The Gaussian's density, written out: its slope must come from autograd."""
+
+    def density(self, assignment: Assignment, server: Tree) -> Tensor:
+        return super().density(assignment, server)
+
+
+@pytest.mark.parametrize("sizes", [None, (3.0, 1.0, 7.0, 20.0, 9.0)], ids=["equal", "examples"])
+def test_the_gaussians_slope_is_autograds_to_the_last_bit(sizes):
+    assert Gaussian.known_slope
+    assert not Spelled.known_slope
+    assert not Two.known_slope
+    weights = {"a": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
+    sent = {name: value + torch.randn(5, *value.shape, dtype=torch.float64) for name, value in weights.items()}
+    weight = sizes and numbers(*sizes)
+    stepped = []
+    for prior in (Gaussian(), Spelled()):
+        algorithm = Algorithm(prior, {"weights": Optimiser("SGD", {"lr": 0.1})})
+        optimiser = TreeOptimiser({"weights": Optimiser("SGD", {"lr": 0.3})}, {"weights": dict(weights)})
+        stepped.append(m_step(algorithm, {"weights": weights}, {"weights": sent}, optimiser, weight=weight)["weights"])
+    for name in weights:
+        assert torch.equal(stepped[0][name], stepped[1][name])
+        assert not torch.equal(stepped[0][name], weights[name])
 
 
 def test_stacked_runs_have_their_own_settings():

@@ -24,7 +24,7 @@ const pairs = (parts) => {
   const frames = [...parts].map((b) => [b.tagName + " " + b.textContent.slice(0, 30), b.getBoundingClientRect()]);
   return frames.flatMap(([a, r], i) => frames.slice(i + 1).filter(([, s]) => meet(r, s)).map(([b]) => [a, b]));
 };
-const boxes = [...document.querySelectorAll("h1, h2, p.soft, figure, .scroll, .chips, pre")];
+const boxes = [...document.querySelectorAll("h1, h2, p.soft, figure, .scroll, .bar, pre")];
 const found = {
   width: innerWidth, wide: document.documentElement.scrollWidth,
   overlaps: pairs(boxes.filter((box) => box.offsetParent)),
@@ -45,6 +45,24 @@ const frame = first.querySelector("svg").getBoundingClientRect();
 const at = { clientX: frame.right - 15, clientY: frame.top + 50, bubbles: true };
 first.querySelector("svg").dispatchEvent(new PointerEvent("pointermove", at));
 found.tip = first.querySelector(".tip").hidden ? "" : first.querySelector(".tip").innerText;
+const single = [...document.querySelectorAll("#bar .tool")].find((tool) => tool.textContent === "single runs");
+if (single) single.click();
+found.singles = drawn().length;
+document.getElementById("bar").open = true;
+found.bar = document.getElementById("bar").getBoundingClientRect().height;
+const head = document.querySelectorAll("#runs thead th")[5];
+const column = () => [...document.querySelectorAll("#runs tbody")].map((body) => body.rows[0].cells[5].textContent);
+head.firstChild.click();
+found.down = [head.getAttribute("aria-sort") === "descending" ? "" : "wrong", ...column()].filter((text) => text);
+head.firstChild.click();
+found.up = column();
+const plot = document.querySelector(".plot");
+plot.focus();
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End", bubbles: true }));
+found.said = document.getElementById("said").textContent;
+found.label = plot.getAttribute("aria-label");
+found.ticks = [...document.querySelectorAll("#accuracy-rounds svg")].map((svg) =>
+  [...svg.querySelectorAll("text[text-anchor=middle]")].map((text) => text.textContent));
 found.ready = document.documentElement.dataset.ready;
 found.trouble = (document.getElementById("trouble") || {}).innerText;
 parent.postMessage(JSON.stringify(found), "*");
@@ -96,12 +114,12 @@ class Cells(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag == "tr":
             self.rows.append([])
-        if tag == "td":
+        if tag == "td" or (tag == "th" and dict(attrs)["scope"] == "row"):
             self.rows[-1].append("")
             self.inside = True
 
     def handle_endtag(self, tag):
-        self.inside = self.inside and tag != "td"
+        self.inside = self.inside and tag not in ("td", "th")
 
     def handle_data(self, data):
         if self.inside:
@@ -137,7 +155,8 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
         ],
         "Gate disagreement |π − θ|, mean": ["fedsparse"],
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
-        "Bytes a round, by direction": ["fedavg, up", "fedavg, down", "fedsparse, up", "fedsparse, down"],
+        "Bytes a round, by direction": ["fedavg, up", "fedsparse, up", "fedavg, down", "fedsparse, down"],
+        "Reliability": ["as sure as right", *both],
         "own, seed 0": [],
     }
     assert {"Global accuracy against bytes", "Local accuracy against rounds", "Seconds a round"} <= set(probe["charts"])
@@ -151,6 +170,24 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
 
 
 @needs_browser
+def test_ticks_are_whole_rounds_and_keys_read_values(write_run, tmp_path):
+    folder = write_run(tmp_path / "runs" / "short", rounds=3, every=1)
+    write_report([tmp_path / "runs"], tmp_path / "report.html")
+    probe, console = opened(tmp_path / "report.html", 1280, tmp_path)
+    assert (console, probe["ticks"][0]) == ("", ["0", "1", "2", "3", "round"])
+    last = f"{100 * read_run(folder).final('global_accuracy'):.1f}%"
+    assert "fedavg" in probe["said"]
+    assert last in probe["said"]
+    assert f"to {last} at after" in probe["label"]
+
+
+def paperlike_names(root: Path) -> list[str]:
+    """As `write_report` names them beside a run of another length called fedavg."""
+    names = dict.fromkeys(run.label for run in find_runs(root).runs)
+    return [f"{name} rounds=200" if name == "fedavg" else name for name in names]
+
+
+@needs_browser
 def test_a_page_of_many_runs_and_broken_ones(paperlike, write_run, tmp_path):
     write_run(tmp_path / "odd" / "unfinished", finished=False, rounds=40)
     (write_run(tmp_path / "odd" / "damaged") / "rounds.jsonl").write_text('{"round": 1\n')
@@ -159,7 +196,18 @@ def test_a_page_of_many_runs_and_broken_ones(paperlike, write_run, tmp_path):
     write_report([paperlike, tmp_path / "odd", tmp_path / "nowhere"], tmp_path / "report.html")
     probe, console = opened(tmp_path / "report.html", 1280, tmp_path)
     assert (console, probe["requests"], probe["texts"]) == ("", [], [])
-    assert len(probe["charts"]["Global accuracy against bytes"]) == 20
+    groups = [f"{name}, 3 seeds" for name in paperlike_names(paperlike)]
+    assert probe["charts"]["Global accuracy against bytes"][:6] == groups
+    assert len(probe["charts"]["Global accuracy against bytes"]) == 8
+    # On demand, run by run; and the bar of names leaves room for the page, whatever it holds.
+    assert probe["singles"] == 20
+    assert probe["bar"] < 450
+    # Most megabytes first, then least first; what is missing stays last.
+    down, up = (
+        [float(text.split()[0].replace(",", "")) for text in probe[way] if text != "–"] for way in ("down", "up")
+    )
+    assert len(down) == 8
+    assert (down, up) == (sorted(down, reverse=True), sorted(up))
     trouble = probe["trouble"]
     assert "damaged: rounds.jsonl is damaged in line 1" in trouble
     assert "nowhere: does not exist" in trouble
@@ -188,6 +236,27 @@ def test_the_page_says_what_closed_how_many_units(real):
     assert sum(last[f"closed_by_{by}/{layer}"] for by in ("votes", "step") for layer in ("conv", "fc1")) > 0
 
 
+def test_devices_with_faults_have_a_row_each(write_run, tmp_path):
+    folder = write_run(tmp_path / "run", rounds=3)
+    noted = [
+        {"faults": [{"node": "7", "client": 2, "what": "no reply"}], "clipped": [1]},
+        {"faults": [{"client": 2, "what": "late"}, {"node": "9", "client": None, "what": "<b>"}], "clipped": [1, 3]},
+        {"quarantined": [{"node": "9", "client": None}], "stragglers": [4]},
+    ]
+    records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines = (json.dumps(record | more) + "\n" for record, more in zip(records, noted, strict=True))
+    (folder / "rounds.jsonl").write_text("".join(lines))
+    text = page([read_run(folder)])
+    assert [row[2:] for row in Cells(text, "faults").rows if row] == [
+        ["client 2", "2", "–", "0", "0", "2", "late"],
+        ["node 9", "1", "3", "0", "0", "2", "<b>"],
+        ["client 4", "0", "–", "1", "0", "3", "–"],
+        ["client 1", "0", "–", "0", "2", "2", "–"],
+        ["client 3", "0", "–", "0", "1", "2", "–"],
+    ]
+    assert next(row for row in Cells(text).rows if row)[-1] == "3"
+
+
 def test_the_scripts_numbers_are_the_records(real):
     text = page(find_runs(real).runs)
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
@@ -205,6 +274,10 @@ def test_the_scripts_numbers_are_the_records(real):
     }
     for name in ("units", "closed_by_votes", "closed_by_step"):
         assert found[name] == {layer: [r[f"{name}/{layer}"] for r in evaluated] for layer in ("conv", "fc1")}
+    assert found["reliability"] == [
+        [value for key, value in evaluated[-1].items() if key.startswith(name)] for name in ("confidence/", "accuracy/")
+    ]
+    assert found["evaluated"]["global_ece"] == [record["global_ece"] for record in evaluated]
     counts = json.loads((real / "fedsparse" / "partition.json").read_text())["train"]
     (part,) = data["partitions"]
     assert sorted(part["order"]) == list(range(6))

@@ -236,7 +236,7 @@ def test_an_odd_value_never_keeps_other_runs_from_being_shown(made, tmp_path_fac
     odd = shutil.copytree(good, root / "odd")
     text = (odd / name).read_text()
     held, end = json.JSONDecoder().raw_decode(text)
-    keys = sorted({*held, "units/fc", "sparsity/fc", "faults", "global_accuracy_late"})
+    keys = sorted({*held, "units/fc", "sparsity/fc", "faults", "clipped", "global_accuracy_late"})
     changed = json.dumps(held | {keys[place % len(keys)]: "here"}).replace('"here"', value)
     (odd / name).write_text(changed + text[end:])
     found = find_runs(root)

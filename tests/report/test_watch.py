@@ -68,8 +68,15 @@ def test_watch_shows_faults(write_run, tmp_path):
     faults = [{"node": "7", "client": 2, "what": "no reply in 600 s"}, {"node": "9", "client": None, "what": "garbage"}]
     records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     records[0]["faults"], records[1]["faults"] = faults[:1], faults
+    records[1]["quarantined"], records[2]["stragglers"] = [{"node": "9", "client": None}], [4]
+    for record, clipped in zip(records, ([1], [1, 2], [3, 5, 6]), strict=True):
+        record["clipped"] = clipped
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert "3 faults, the last in round 2: node 9: garbage" in shown(folder)
+    text = " ".join(shown(folder).split())
+    assert "3 faults, the last in round 2: node 9: garbage; " in text
+    assert "quarantined: node 9 (round 2); " in text
+    assert "late: client 4 (round 3)" in text
+    assert "clipped: client 3 (round 3), client 5 (round 3), client 6 (round 3) and 2 others" in text
 
 
 def test_watch_shows_a_folder_of_runs_and_ends_with_them(paperlike):

@@ -45,7 +45,8 @@ def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
     assert [record["round"] for record in records] == [1, 2, 3, 4, 5]
     always = {"round", "bytes_up", "bytes_down", "train_loss"}
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
-    losses = {"global_loss", "local_loss"}
+    losses = {f"{where}_{name}" for where in ("global", "local") for name in ("loss", "nll", "ece", "brier")}
+    losses |= {f"{name}/{number}" for name in ("confidence", "accuracy") for number in range(1, 16)}
     for record in records:
         expected = always | evaluated | losses if record["round"] in (2, 4, 5) else always
         layers = {f"sparsity/{name}" for name in ("conv", "fc1", "fc2")}
@@ -298,7 +299,7 @@ def test_a_task_given_by_name_is_the_same_task(monkeypatch, small_task):
         ({"clients_per_round": 7}, "clients_per_round is 7, but there are only 6 clients"),
         (
             {"attackers": 0.5},
-            "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale or constant",
+            "attackers=0.5 has no effect: there is no attack; give attack=sign-flip, scale, constant or backdoor",
         ),
         ({"attack": "scale", "attackers": 0.05}, "attackers=0.05 has no effect: of 6 clients that is none"),
         ({"round": 3}, "unknown setting of a run 'round'; did you mean 'rounds'"),

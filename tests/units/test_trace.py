@@ -138,6 +138,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: nn.Sequential(nn.Conv3d(1, 4, 2), nn.Mish(), nn.MaxPool3d(2), nn.Flatten(), nn.Linear(32, 3)),
         (1, 5, 5, 5),
     ),
+    "permuted": (
+        lambda: Net(lambda s, x: s.b(s.a(x).permute(0, 2, 1)), a=nn.Conv1d(2, 6, 3), b=nn.Linear(6, 3)),
+        (2, 8),
+    ),
     "tokens": (
         lambda: Net(
             lambda s, x: s.c(F.gelu(s.b(s.norm(F.relu(s.a(x))))).mean(1)),
@@ -578,10 +582,14 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
         (6, 5),
         ["module '1' (GroupNorm)", "ungated=0"],
     ),
-    "permute": (
-        Net(lambda s, x: s.b(s.a(x).permute(0, 2, 1)), a=nn.Conv1d(2, 6, 3), b=nn.Linear(6, 3)),
-        (2, 8),
-        ["'permute'", "ungated=a"],
+    "channels in another order": (
+        Net(
+            lambda s, x: s.b(s.a(x).unflatten(1, (2, 3)).transpose(1, 2).flatten(1)),
+            a=nn.Linear(4, 6),
+            b=nn.Linear(6, 3),
+        ),
+        (4,),
+        ["'unflatten'", "ungated=a"],
     ),
     "linear layer over places": (
         nn.Sequential(nn.Conv1d(2, 6, 3), nn.ReLU(), nn.Linear(6, 3)),

@@ -1,6 +1,6 @@
 """The command line.
 
-`app` joins the commands from `train`, `experiments` and `results`, which share `options` and `terminal`.
+`app` joins the commands from `runs`, `experiments` and `results`, which share `arguments` and `terminal`.
 """
 
 from fedprior.cli.app import main

@@ -44,33 +44,56 @@ def options(
         typer.echo(context.get_help(), nl=False)
 
 
-def tasks_command() -> None:
-    """List the tasks."""
+def tasks_command(
+    task: Annotated[str | None, typer.Argument(help="A task, to say what each of its options is.")] = None,
+) -> None:
+    """List the tasks, or the options of one."""
     from rich.table import Table
 
     from fedprior.catalogue.tasks import TASKS, task_options
-    from fedprior.core.options import listed, options_of
+    from fedprior.core.options import described, listed, nearest, options_of
 
+    if task is not None:
+        if task not in TASKS:
+            raise nearest(task, TASKS, "task")
+        console.print(_described(described(options_of(TASKS[task]), task_options(task, {})), _summary(TASKS[task])))
+        return
     table = Table("task", "what", "options")
     for name, build in TASKS.items():
-        options = listed(options_of(build), task_options(name, {}))
-        table.add_row(name, str(build.__doc__).strip().splitlines()[0], options)
+        table.add_row(name, _summary(build), listed(options_of(build), task_options(name, {})))
     console.print(table)
 
 
-def algorithms_command() -> None:
-    """List the algorithms: prior, M-step and settings."""
+def algorithms_command(
+    algorithm: Annotated[str | None, typer.Argument(help="An algorithm, to say what each of its settings is.")] = None,
+) -> None:
+    """List the algorithms: prior, M-step and settings; or the settings of one."""
     from rich.padding import Padding
     from rich.text import Text
 
     from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings, entry
-    from fedprior.core.options import listed, options_of
+    from fedprior.core.options import described, listed, options_of
 
-    for name in ALGORITHMS:
-        settings = listed(options_of(entry(name).build), algorithm_settings(name, {}))
-        about = f"  prior: {entry(name).prior}  M-step: {entry(name).m_step}"
-        console.print(Text.assemble((name, "bold"), about))
-        console.print(Padding(settings, (0, 0, 1, 4)))
+    for name in ALGORITHMS if algorithm is None else (algorithm,):
+        known, defaults = options_of(entry(name).build), algorithm_settings(name, {})
+        about = f"prior: {entry(name).prior}  M-step: {entry(name).m_step}"
+        if algorithm is not None:
+            console.print(_described(described(known, defaults), about))
+            return
+        console.print(Text.assemble((name, "bold"), "  ", about))
+        console.print(Padding(listed(known, defaults), (0, 0, 1, 4)))
+
+
+def _summary(function: Any) -> str:
+    """The first line of what a function says about itself."""
+    return str(function.__doc__).strip().splitlines()[0]
+
+
+def _described(rows: list[tuple[str, str, str]], title: str) -> Any:
+    """A table for the terminal of settings, their defaults and what they are."""
+    from fedprior.report.table import Table
+
+    return Table(("setting", "default", "what"), rows, title=title, words=3).terminal()
 
 
 class Command(typer.core.TyperCommand):

@@ -1,15 +1,19 @@
 """How a run is judged: by held-out loss, by accuracy if targets are classes, and by the user's own metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fedprior.core.federated import FederatedData
-from fedprior.core.network import IGNORED, Metric, Network, class_dim, cross_entropy
+from fedprior.core.network import IGNORED, Metric, Network, Whole, class_dim, cross_entropy
+from fedprior.core.options import nearest
+from fedprior.core.probabilities import ECE, METRICS, PROBABILITIES, reliability
 from fedprior.core.trees import Gates, Params
 from fedprior.core.workers import Workers
 
@@ -18,22 +22,53 @@ class Measures(NamedTuple):
     """What can be measured for a network on some data."""
 
     names: tuple[str, ...]
-    """`loss`, then `accuracy` if targets are classes, then the network's own metrics."""
+    """`loss`, then `accuracy` if targets are classes, then the network's own metrics, then those asked for by name."""
     class_dim: int | None
     """The dimension of outputs that holds one logit per class, or None if targets are not classes."""
+    functions: Mapping[str, Metric | Whole] = MappingProxyType({})
+    """All but loss and accuracy."""
+
+    @property
+    def wholes(self) -> dict[str, Whole]:
+        """Those of a whole set of examples; the others are means over them."""
+        return {name: one for name in self.names if isinstance(one := self.functions.get(name), Whole)}
+
+    @property
+    def means(self) -> tuple[str, ...]:
+        """Those that are means over examples."""
+        return tuple(name for name in self.names if name not in self.wholes)
 
 
-def measures(network: Network, data: FederatedData | None) -> Measures:
-    """Look at the outputs for one example. Without data, assume an accuracy: only the clients know."""
+def measures(network: Network, data: FederatedData | None, names: Sequence[str] = ()) -> Measures:
+    """Look at the outputs for one example. Without data, assume an accuracy: only the clients know.
+
+    `names` are further metrics; those of probabilities are left out where targets are not classes.
+    """
+    asked = named(names)
     if data is None:
-        return Measures(("loss", "accuracy", *network.metrics), 1 if network.loss is cross_entropy else None)
+        dim: int | None = 1 if network.loss is cross_entropy else None
+        return _measured(network, dim, True, asked)
     found: int | None = None
     if data.classes and len(data.y):
         device = next(network.module.parameters()).device
         with torch.no_grad():
             outputs = network.predict(network.params(), data.x[:1].to(device))
         found = class_dim(outputs, data.y[:1].to(device))
-    return Measures(("loss", *(("accuracy",) if found is not None else ()), *network.metrics), found)
+    return _measured(network, found, found is not None, asked)
+
+
+def _measured(network: Network, dim: int | None, classes: bool, asked: Mapping[str, Metric | Whole]) -> Measures:
+    fit = {name: one for name, one in asked.items() if classes or name not in PROBABILITIES}
+    functions = {**network.metrics, **{name: one for name, one in fit.items() if name not in network.metrics}}
+    return Measures(("loss", *(("accuracy",) if classes else ()), *functions), dim, functions)
+
+
+def named(names: Sequence[str]) -> dict[str, Metric | Whole]:
+    """The metrics of these names, or an error that names what there is."""
+    for name in names:
+        if name not in METRICS:
+            raise nearest(name, METRICS, "metric")
+    return {name: METRICS[name] for name in names}
 
 
 def with_classes(network: Network, data: FederatedData) -> FederatedData:
@@ -48,12 +83,26 @@ def with_classes(network: Network, data: FederatedData) -> FederatedData:
 
 
 def each(network: Network, what: Measures, outputs: Tensor, y: Tensor) -> Tensor:
-    """Compute every measure of every example, shape [measures, examples]."""
+    """Compute every measure of every example, shape [means, examples]; those of whole sets are not among them."""
     rows = {"loss": network.losses(outputs, y)}
     if what.class_dim is not None:
         rows["accuracy"] = _right(outputs, y, what.class_dim)
-    rows |= {name: one_each(metric, outputs, y) for name, metric in network.metrics.items()}
-    return torch.stack([rows[name].double() for name in what.names])
+    own = {name: one for name, one in what.functions.items() if not isinstance(one, Whole)}
+    rows |= {name: rows["loss"] if one is network.loss else one_each(one, outputs, y) for name, one in own.items()}
+    return torch.stack([rows[name].double() for name in what.means])
+
+
+def parts(what: Measures, outputs: Tensor, y: Tensor) -> Params:
+    """What the measures of whole sets must know of each example."""
+    return {name: whole.parts(outputs, y) for name, whole in what.wholes.items()}
+
+
+def joined(what: Measures, sums: Tensor, known: Params, weight: Tensor) -> Tensor:
+    """Every measure, times the number of examples, shape [measures]: from the `sums` of those that are means, and from
+    the parts of the others. Examples of weight zero are padding."""
+    found = dict(zip(what.means, sums.unbind(), strict=True))
+    found |= {name: whole.join(known[name], weight).double() * weight.sum() for name, whole in what.wholes.items()}
+    return torch.stack([found[name] for name in what.names])
 
 
 def _right(outputs: Tensor, y: Tensor, dim: int) -> Tensor:
@@ -73,17 +122,38 @@ def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
-    """Add up each measure over these examples, shape [measures].
+    """Every measure of these examples, times their number, shape [measures].
 
     A model that stores no statistics uses those of all the examples together.
     """
-    batch = max(len(y), 1) if network.uses_batch(params) else batch
-    total = torch.zeros(len(what.names), dtype=torch.float64, device=y.device)
+    if len(y) == 0:
+        return torch.zeros(len(what.names), dtype=torch.float64, device=y.device)
+    batch = len(y) if network.uses_batch(params) else batch
+    total = torch.zeros(len(what.means), dtype=torch.float64, device=y.device)
+    known: list[Params] = []
     with torch.no_grad():
         for start in range(0, len(y), batch):
             outputs = network.predict(params, x[start : start + batch])
             total += each(network, what, outputs, y[start : start + batch]).sum(1)
-    return total
+            known.append(parts(what, outputs, y[start : start + batch]))
+    return joined(what, total, _cat(known), torch.ones(len(y), dtype=torch.float64, device=y.device))
+
+
+def _cat(known: Sequence[Params]) -> Params:
+    return {name: torch.cat([some[name] for some in known]) for name in known[0]}
+
+
+def padded_sums(network: Network, what: Measures, models: Params, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
+    """The same for a cohort, [clients, measures]; `real` says which examples are not padding."""
+
+    def of_one(params: Params, x: Tensor, y: Tensor, real: Tensor) -> tuple[Tensor, Params]:
+        outputs = network.predict(params, x, real)
+        return each(network, what, outputs, y), parts(what, outputs, y)
+
+    with torch.no_grad():
+        found, known = vmap(of_one)(models, x, y, real)
+        total = torch.where(real[:, None], found, 0.0).sum(2)
+        return vmap(partial(joined, what))(total, known, real.double())
 
 
 def ensemble(what: Measures, outputs: Tensor) -> Tensor:
@@ -97,22 +167,28 @@ def ensemble(what: Measures, outputs: Tensor) -> Tensor:
 
 def global_scores(
     workers: Workers, what: Measures, models: Params, data: FederatedData | None, batch: int = 512
-) -> dict[str, float]:
-    """Every measure on the union of the clients' test sets, as `global_NAME`. Stacked models act as an ensemble."""
+) -> dict[str, Any]:
+    """Every measure on the union of the clients' test sets, as `global_NAME`, and the reliability diagram if there is a
+    calibration error. Stacked models act as an ensemble."""
     rows = data.test.distinct if data is not None else torch.zeros(0)
     if data is None or len(rows) == 0:
         return {f"global_{name}": float("nan") for name in what.names}
     device = next(iter(models.values())).device
     members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]
 
-    def score(network: Network, chosen: Tensor) -> Tensor:
+    def score(network: Network, chosen: Tensor) -> tuple[Tensor, Params]:
         x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
         with torch.no_grad():
             outputs = ensemble(what, torch.stack([network.predict(member, x) for member in members]))
-            return each(network, what, outputs, y).sum(1)
+            return each(network, what, outputs, y).sum(1), parts(what, outputs, y)
 
-    found = torch.stack(workers.map(score, rows.split(batch))).sum(0) / len(rows)
-    return {f"global_{name}": value for name, value in zip(what.names, found.tolist(), strict=True)}
+    totals, pieces = zip(*workers.map(score, rows.split(batch)), strict=True)
+    known, weight = _cat(pieces), torch.ones(len(rows), dtype=torch.float64, device=device)
+    found = joined(what, torch.stack(totals).sum(0), known, weight) / len(rows)
+    scores: dict[str, Any] = {f"global_{name}": value for name, value in zip(what.names, found.tolist(), strict=True)}
+    if what.functions.get("ece") is ECE:
+        scores |= reliability(known["ece"], weight)
+    return scores
 
 
 def blank_scores(what: Measures, clients: int) -> dict[str, Tensor]:

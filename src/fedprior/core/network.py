@@ -55,13 +55,23 @@ def routed(x: Tensor) -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A metric of a whole set of examples, which is not a mean over them: a calibration error, for example."""
+
+    parts: Metric
+    """Maps outputs and targets to what must be known of each example, [examples, …]."""
+    join: Callable[[Tensor, Tensor], Tensor]
+    """Maps these parts, and the weight of each example, to one number. Examples of weight zero are padding."""
+
+
+@dataclass(frozen=True)
 class Network:
     """An `nn.Module`, an example input (without the batch dimension), and its loss."""
 
     module: nn.Module
     example: Tensor
     loss: Loss = cross_entropy
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric | Whole] = field(default_factory=dict)
     """Further measures of its outputs, by name."""
     tied: dict[str, str] = field(init=False)
     """Maps each further name of a shared parameter to its first name."""

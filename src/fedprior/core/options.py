@@ -199,6 +199,17 @@ def listed(known: Mapping[str, Option], defaults: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={plain(value)}{unsaid.get(name, '')}" for name, value in defaults.items())
 
 
+def described(known: Mapping[str, Option], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """For each setting its name, its default and what it is, as a table says it."""
+    rows = []
+    for name, option in known.items():
+        about, default = option.about, as_text(defaults[name])
+        said = all(choice in about.what for choice in about.choices)
+        what = about.what if said else f"{about.what}: {either(about.choices)}"
+        rows.append((name, f"{default} ({about.unsaid})" if about.unsaid and default == "none" else default, what))
+    return rows
+
+
 def resolve(factory: Callable[..., Any], given: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Every option of the factory, given or default."""
     known = options_of(factory)

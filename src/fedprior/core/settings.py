@@ -8,7 +8,7 @@ from fedprior.core.options import About, either, options_of, plain
 from fedprior.core.schedules import Curve, Rates
 
 MODES = ("in-turn", "vectorised", "captured")
-ATTACKS = ("sign-flip", "scale", "constant")
+ATTACKS = ("sign-flip", "scale", "constant", "backdoor")
 PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
@@ -229,6 +229,14 @@ class Settings:
     statistics_momentum: Annotated[
         float, About("how much of a round's statistics the server adopts", above=0, most=1, idle=_not_pooled)
     ] = 1.0
+    metrics: Annotated[
+        tuple[str, ...],
+        About(
+            "what an evaluation measures besides loss and accuracy, by name: of probabilities `nll`, `ece` and "
+            "`brier`, and what you add: [below](#probabilities)",
+            machine=True,
+        ),
+    ] = ("nll", "ece", "brier")
     patience: Annotated[
         int | None,
         About(
@@ -247,8 +255,8 @@ class Settings:
     by: Annotated[
         str,
         About(
-            "the field of the records by which evaluations are compared; `-NAME` if less is better (assumed for a loss "
-            "or an error); auto: `global_accuracy`, or `global_loss` where there is none",
+            "the field of the records by which evaluations are compared; `-NAME` if less is better (assumed for a "
+            "loss, an error, `nll`, `ece` and `brier`); auto: `global_accuracy`, or `global_loss` where there is none",
             simulated=True,
             idle=_nothing_judged,
         ),

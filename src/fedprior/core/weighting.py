@@ -1,4 +1,4 @@
-"""How much an upload counts: means and medians in which client s has n_s examples.
+"""How much an upload counts: means, trimmed means and medians in which client s has n_s examples.
 
 Hard EM minimises Σ_s n_s [mean loss of client s at φ_s − log p(φ_s | server)], in which every example counts equally.
 A client's own E-step does not depend on n_s; the M-step maximises Σ_s n_s log p(φ*_s | server). A weight of None means
@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from fedprior.core.errors import SettingError
-
-KINDS = ("examples", "equal")
-"""Each client counts once per example, or just once."""
 
 
 def relative(weight: Tensor, like: Tensor) -> Tensor:
@@ -48,6 +45,21 @@ def median(values: Tensor, weight: Tensor | None = None) -> Tensor:
     below, half = weight.double()[order].cumsum(0), weight.double().sum() / 2
     lower, upper = (below < half).sum(0, keepdim=True), (below <= half).sum(0, keepdim=True)
     return ((ordered.gather(0, lower) + ordered.gather(0, upper)) / 2)[0]
+
+
+def trimmed_mean(values: Tensor, weight: Tensor | None, share: float) -> Tensor:
+    """For each coordinate, the mean of what is left when this share of the weight is cut off at each end.
+
+    A value at the cut counts in part, as if every client with n examples were n clients.
+    """
+    ordered, order = values.sort(0)
+    if weight is None:
+        each = torch.ones(len(values), *[1] * (values.dim() - 1), dtype=torch.float64, device=values.device)
+    else:
+        each = relative(weight, weight.double())[order]
+    above, total = each.cumsum(0), each.sum(0, keepdim=True)
+    kept = (torch.minimum(above, (1 - share) * total) - torch.maximum(above - each, share * total)).clamp(min=0)
+    return (ordered * (kept / kept.sum(0, keepdim=True)).to(values.dtype)).sum(0)
 
 
 def without_weight(prior: object) -> list[str]:

@@ -9,7 +9,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.federated import FederatedData
 from fedprior.core.frozen import copied
 from fedprior.core.keys import Purpose
-from fedprior.core.metrics import blank_scores, measures
+from fedprior.core.metrics import blank_scores, measures, named
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.options import check_effect
@@ -19,7 +19,7 @@ from fedprior.core.weighting import check_takes_weight
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, Statistics
 from fedprior.engines import ranks
-from fedprior.engines.attack import ATTACKS
+from fedprior.engines.attack import ATTACKS, POISONED, check_attack
 from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
@@ -38,6 +38,7 @@ def check_run(settings: Settings, algorithm: Algorithm, network: Network, client
     check_trainable(network.module)
     check_statistics(network.module, settings.statistics)
     algorithm.check(network.params())
+    named(settings.metrics)
     if settings.clients_per_round > clients:
         raise SettingError(f"clients_per_round is {settings.clients_per_round}, but there are only {clients} clients")
     if settings.weighting == "examples" and uneven:
@@ -73,10 +74,11 @@ def _named_device(settings: Settings) -> torch.device:
 def build(algorithm: Algorithm, network: Network, data: FederatedData, settings: Settings) -> Simulation:
     """The simulation of a run before its first round."""
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
+    check_attack(settings.attack, data)
     device, algorithm = device_of(settings), applied(settings, algorithm)
     # Copy the module: the user's own must keep its device and weights.
     network = replace(network, module=copied(network.module).to(device))
-    server, what = algorithm.init(network.params(), network.statistics()), measures(network, data)
+    server, what = algorithm.init(network.params(), network.statistics()), measures(network, data, settings.metrics)
     root, hostile = keys.key(settings.seed, device), torch.zeros(data.clients, dtype=torch.bool, device=device)
     attackers = round(settings.attackers * data.clients)
     hostile[keys.choose(keys.fold(root, Purpose.ATTACK), data.clients, attackers)] = True
@@ -92,6 +94,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         encode=settings.messages != "count",
         streamed=streamed,
         attack=ATTACKS.get(settings.attack),
+        poisoned=settings.attack in POISONED,
         hostile=hostile,
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,

@@ -1,7 +1,9 @@
 """The server's half of a Flower app: a ServerApp that keeps a run's folder and can resume it."""
 
+import json
 import logging
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
-from fedprior.flower import server_checkpoint
-from fedprior.flower.job import Job, Limits, MakeJob
+from fedprior.flower import expiry, resumed, server_checkpoint
+from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
@@ -32,8 +34,12 @@ def server_app(make_job: MakeJob) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        for warning in expiry.warnings(sys.argv[1:]):
+            log.warning("%s", warning)
         try:
-            serve(make_job(context.run_config), grid, context.run_config)
+            config, resume = dict(context.run_config), str(context.run_config.get("resume", ""))
+            asked = resumed.asked(RunFolder(Path(resume)), config) if resume else {}
+            serve(make_job(with_rounds({**config, **asked})), grid, config, asked)
         except FedpriorError as error:
             # Flower logs the traceback of any exception raised here. It would bury the line that says what to do.
             raise error.with_traceback(None) from None
@@ -41,16 +47,20 @@ def server_app(make_job: MakeJob) -> ServerApp:
     return app
 
 
-def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
-    """Run the remaining rounds in the folder that the config gives as `out` or `resume`."""
+def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, Any] | None = None) -> Record:
+    """Run the remaining rounds in the folder that the config gives as `out` or `resume`.
+
+    `asked` is what a resumed run was started with; devices must be told.
+    """
     limits = Limits.of(config)
-    limits.needed(job.settings.clients_per_round)  # a mistake in them should leave no folder behind
+    limits.check(job)  # a mistake in them should leave no folder behind
     resume = str(config.get("resume", ""))
     folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
     # Another server may be at work: the run was resumed twice, or the server of a killed SuperLink has not ended yet.
     with alone_in([folder.path]):
         if not resume:
-            folder.create({**job.config(), "flower": {"run": secrets.token_hex(8), "clients": job.clients}})
+            about = {"run": secrets.token_hex(8), "clients": job.clients, "config": json.dumps(resumed.given(config))}
+            folder.create({**job.config(), "flower": about})
         server, records = _open(folder, job)
         log.info("the run is kept in %s", folder.path.resolve())
 
@@ -59,7 +69,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any]) -> Record:
             folder.append(record)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
-        HardEM(server, limits, keep).start(grid)
+        HardEM(server, limits, keep, asked or {}).start(grid)
         summary, model = server.summary(records), server.model()
         folder.finish(summary, learned(model))
     console = Console(width=120)
@@ -89,7 +99,15 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
         raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
     for key, was, value in differences(found, now, EXTENDS | MACHINE, whole=True):
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it without this change")
+    rounds, before = job.settings.rounds, int(found["run"]["rounds"])
+    if rounds < before:
+        raise RunError(f"{folder.path} was started for {before} rounds: rounds may be more, not {rounds}")
+    if rounds > before:
+        folder.extend(rounds)
     server = Server.new(job, run)
     # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
-    return server, folder.truncate(server.round, expected)
+    records = folder.truncate(server.round, expected)
+    if server.round < rounds:
+        folder.reopen()
+    return server, records

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedprior.core.errors import DataError, FedpriorError
 from fedprior.core.federated import ClientData
 from fedprior.flower import messages
-from fedprior.flower.job import Job, MakeJob
+from fedprior.flower.job import Job, MakeJob, with_rounds
 from fedprior.flower.node import Node
 
 log = logging.getLogger("flwr")
@@ -24,8 +24,9 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
     """Build a ClientApp. Without `make_data`, a client uses its part of the named task's data."""
     app = ClientApp()
 
-    def node(context: Context) -> Node:
-        job, number = make_job(context.run_config), client_number(context)
+    def node(message: Message, context: Context) -> Node:
+        config = with_rounds({**context.run_config, **messages.read_asked(message.content)})
+        job, number = make_job(config), client_number(context)
         job.check_client(number)
         data = make_data(job, context) if make_data is not None else job.part(number)
         return Node.new(job, number, data, _state_folder(context))
@@ -33,7 +34,7 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
     @app.query()
     def introduce(message: Message, context: Context) -> Message:
         def content() -> RecordDict:
-            return RecordDict({messages.NUMBERS: MetricRecord(dict(node(context).introduce()))})
+            return messages.write_introduction(node(message, context))
 
         return _replying(message, content)
 
@@ -41,7 +42,7 @@ def client_app(make_job: MakeJob, make_data: MakeData | None = None) -> ClientAp
     def train(message: Message, context: Context) -> Message:
         def content() -> RecordDict:
             order = messages.read_order(message.content)
-            return messages.write_answer(node(context).respond(order))
+            return messages.write_answer(node(message, context).respond(order))
 
         return _replying(message, content)
 

@@ -1,5 +1,7 @@
 """What the server and every client agree on: the network, algorithm and settings from a Flower app's run config."""
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,13 +14,14 @@ from fedprior.catalogue.tasks.base import check_metrics
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import with_classes
-from fedprior.core.network import Loss, Metric, Network, cross_entropy
+from fedprior.core.network import Loss, Metric, Network, Whole, cross_entropy
 from fedprior.core.options import Option, convert
-from fedprior.core.settings import SIMULATED, Settings
+from fedprior.core.settings import MACHINE, SIMULATED, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.batches import Workload
 from fedprior.engines.build import applied, check_run, check_useful
 from fedprior.runs.asked import assemble, made, setting_tables, sort_settings
+from fedprior.version import __version__
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,15 @@ class Job:
         held = setting_tables(self.task, name, name, run=chosen, task_settings=self.options, algorithm_settings=own)
         return held | made()
 
+    def agreed(self) -> dict[str, str]:
+        """Return what the server and a device must have in common, in words: the version first, then every setting."""
+        config, own = self.config(), {"evaluate_every", *MACHINE}  # these are everybody's own affair
+        agreed = {"fedprior": __version__, "algorithm": self.algorithm.name, "task": self.task}
+        for table in ("run", "algorithm", "task"):
+            named = {f"the {table}'s {key}" if key in agreed else key: value for key, value in config[table].items()}
+            agreed |= {key: json.dumps(value) for key, value in named.items() if key not in own}
+        return agreed
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -88,23 +100,53 @@ class Limits:
     """How many clients must be connected before the first round; 0 means a cohort."""
     start_seconds: float = 300.0
     """How long to wait for them, and later for `min_replies` of them."""
+    over_select: float = 0.0
+    """How many clients a round asks beyond its cohort, as a share of it, so that it need not wait for the slowest."""
+    aggregate_at: float = 1.0
+    """The share of the cohort whose good replies close the round; the work of the others is then not used."""
     poll_seconds: float = 1.0
     max_examples: int = 1_000_000
     """The most examples a client may claim: with `weighting=examples`, its upload counts that many times."""
+    max_loss: float = 1e6
+    """The largest loss or score, up or down, that a client may report; it is averaged into the record."""
+    quarantine_after: int = 5
+    """After how many useless answers in a row a node is not asked any more; 0 means never."""
 
     def __post_init__(self) -> None:
-        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples"):
-            if getattr(self, name) <= 0:
+        for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples", "max_loss"):
+            if not getattr(self, name) > 0:
                 raise SettingError(f"{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
-        for name in ("min_replies", "wait_for"):
-            if getattr(self, name) < 0:
+        for name in ("min_replies", "wait_for", "quarantine_after", "over_select"):
+            if not getattr(self, name) >= 0:
                 raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        if not 0 < self.aggregate_at <= 1:
+            raise SettingError(f"aggregate-at must be above 0 and at most 1, got {self.aggregate_at}")
 
     def needed(self, cohort: int) -> int:
         """Return how many good replies a round needs with a cohort of this size."""
         if self.min_replies > cohort:
             raise SettingError(f"min-replies is {self.min_replies}, but a cohort has only {cohort} clients")
-        return self.min_replies or -(-cohort // 2)
+        if self.min_replies > self.enough(cohort):
+            raise SettingError(
+                f"aggregate-at={self.aggregate_at:g} closes a round with {self.enough(cohort)} replies, "
+                f"but min-replies is {self.min_replies}"
+            )
+        return self.min_replies or min(-(-cohort // 2), self.enough(cohort))
+
+    def enough(self, cohort: int) -> int:
+        """Return how many good replies close a round at once."""
+        return math.ceil(round(self.aggregate_at * cohort, 9))
+
+    def asked(self, cohort: int) -> int:
+        """Return how many clients to ask so that a cohort of this size answers in time."""
+        return math.ceil(round((1 + self.over_select) * cohort, 9))
+
+    def check(self, job: Job) -> None:
+        """Refuse limits that do not fit the job."""
+        cohort = job.settings.clients_per_round
+        self.needed(cohort)
+        if self.over_select and cohort == job.clients:
+            raise SettingError(f"over-select has no effect: a cohort has all {cohort} clients already")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Limits":
@@ -134,7 +176,7 @@ def own_job(
     *,
     clients: int,
     loss: Loss = cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Whole] | None = None,
     test: tuple[Tensor, Tensor] | None = None,
     name: str = "own",
     **defaults: Any,
@@ -145,6 +187,7 @@ def own_job(
     """
     network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
+    _refuse_simulated(defaults)
     settings = run_settings({**defaults, **for_run}, clients)
     built = named_algorithm(chosen, network, **for_algorithm[chosen])
     check_useful(settings, built, network, clients, tested=True)
@@ -159,6 +202,15 @@ def outside(clients: list[ClientData], network: Network) -> FederatedData:
     return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
 
 
+def with_rounds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The run config with its key `rounds`, unless that is 0, among its settings."""
+    rounds = config.get("rounds", 0)
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+        raise SettingError(f"rounds must be a whole number of at least 0, got {rounds!r}")
+    settings = "; ".join(filter(None, [str(config.get("settings", "")), f"rounds={rounds}"]))
+    return {**config, **({"settings": settings} if rounds else {})}
+
+
 def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Read `lambda0=5e-6; server_optimiser=Adam(lr=0.01, eps=1e-8)` into a dictionary."""
     pairs = [pair.strip() for pair in str(config.get("settings", "")).split(";") if pair.strip()]
@@ -166,7 +218,12 @@ def parse_settings(config: Mapping[str, Any]) -> dict[str, str]:
         if "=" not in pair:
             raise SettingError(f"settings are written key=value; key=value, got {pair!r}")
     given = {key.strip(): value.strip() for key, value in (pair.split("=", 1) for pair in pairs)}
+    _refuse_simulated(given)
+    return given
+
+
+def _refuse_simulated(given: Mapping[str, Any]) -> None:
+    """A deployment would accept these without effect."""
     for key in given:
         if key in SIMULATED:
             raise SettingError(f"{key} is a setting of the simulator; a deployment has none")
-    return given

@@ -41,7 +41,7 @@ class Loopback:
         self.folder, self.nodes, self.threads = folder.resolve(), nodes, threads
         self.simulation = simulation
         self.certificates = self.folder / "certificates"
-        self.port, *self.node_ports = _free_ports(nodes + 1)
+        self.port, *self.node_ports = free_ports(nodes + 1)
         self.link_port = self.port
         """Where nodes find the SuperLink; a counting proxy may stand in between."""
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -116,7 +116,7 @@ class Loopback:
     def kill(self, name: str) -> None:
         """Simulate a power failure: send SIGKILL to the process and everything it started."""
         process = self.processes.pop(name)
-        _end(process, _groups(process.pid), patience=0)
+        _end(process, groups(process.pid), patience=0)
 
     def run(self, app: Path, config: Mapping[str, Any]) -> str:
         """Submit the app and return the id of its run."""
@@ -156,7 +156,7 @@ class Loopback:
         with _patient():
             nodes = [name for name in self.processes if name != "superlink"]
             for names in (nodes, [name for name in self.processes if name not in nodes]):
-                groups = {name: _groups(self.processes[name].pid) for name in names}
+                groups = {name: groups(self.processes[name].pid) for name in names}
                 for name in names:
                     if self.processes[name].poll() is None:
                         self.processes[name].send_signal(signal.SIGTERM)
@@ -201,7 +201,7 @@ def _end(process: subprocess.Popen[bytes], groups: set[int], patience: float = 1
     process.wait()
 
 
-def _groups(pid: int) -> set[int]:
+def groups(pid: int) -> set[int]:
     """Return the groups of our process and of all that it has started: a SuperLink's executor has its own group."""
     try:
         listed = subprocess.run(["ps", "-Ao", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
@@ -245,7 +245,8 @@ def _program(name: str) -> str:
     return str(found) if found.exists() else name
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine that nobody uses just now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -68,7 +68,7 @@ class Node:
         # Any server state gives the layouts: they depend only on the model and the prior.
         blank = job.algorithm.init(network.params(), network.statistics())
         layouts = job.algorithm.downlink(blank), job.algorithm.uplink(blank)
-        return cls(job, client, network, own, folder, *layouts, measures(network, own))
+        return cls(job, client, network, own, folder, *layouts, measures(network, own, job.settings.metrics))
 
     def introduce(self) -> Metrics:
         """Say which client this is, with fingerprints of the messages that it reads and writes."""

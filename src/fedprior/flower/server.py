@@ -16,6 +16,7 @@ from fedprior.core.keys import Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
+from fedprior.core.probabilities import PROBABILITIES
 from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
@@ -57,6 +58,10 @@ class Round:
     bytes_down: int = 0
     floored: set[str] = field(default_factory=set)
     faults: list[Record] = field(default_factory=list)
+    quarantined: list[Record] = field(default_factory=list)
+    """The nodes that were quarantined in this round."""
+    stragglers: list[int] = field(default_factory=list)
+    """The clients that had not answered when there were enough replies."""
     packets: dict[int, bytes] = field(default_factory=dict)
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
@@ -93,7 +98,7 @@ class Server:
         network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
         optimiser = TreeOptimiser(server, state) if server is not None else None
-        what = measures(network, job.test)
+        what = measures(network, job.test, job.settings.metrics)
         scores = blank_scores(what, job.clients)
         return cls(job, run, network, keys.key(job.settings.seed, device), state, optimiser, what, scores)
 
@@ -160,6 +165,10 @@ class Server:
             record["forgot"] = forgot
         if turn.faults:
             record["faults"] = turn.faults
+        if turn.stragglers:
+            record["stragglers"] = turn.stragglers
+        if turn.quarantined:
+            record["quarantined"] = turn.quarantined
         if evaluate:
             record |= self.evaluate()
             apart = [upload.disagreement for upload in used.values() if upload.disagreement is not None]
@@ -176,7 +185,7 @@ class Server:
         data = test.to(device) if test is not None else None
         what, scores = self.measures, self.scores
         if test is None and bool(self.accuracy.isnan().all()):  # no client has reported one
-            what = what._replace(names=tuple(name for name in what.names if name != "accuracy"))
+            what = what._replace(names=tuple(name for name in what.names if name not in ("accuracy", *PROBABILITIES)))
             scores = {name: scores[name] for name in what.names}
         return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
 

@@ -5,9 +5,9 @@ holds the server's whole state and does not use Flower's `arrays` argument.
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
@@ -21,12 +21,11 @@ from fedprior.engines.server_state import Record
 from fedprior.flower import messages
 from fedprior.flower.job import Limits
 from fedprior.flower.node import Order
+from fedprior.flower.roster import Roster
 from fedprior.flower.server import Round, Server, Upload
 
 # Flower's logger: its messages reach `flwr log`.
 log = logging.getLogger("flwr")
-ASK_AGAIN = 30.0
-"""Seconds before a node whose introduction failed is asked again."""
 GONE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 """Errors that Flower reports in place of a node that does not answer."""
 
@@ -34,15 +33,18 @@ GONE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, Erro
 class HardEM(Strategy):
     """One federated run on whatever nodes are connected."""
 
-    def __init__(self, server: Server, limits: Limits, keep: Callable[[Record], None] = lambda record: None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        limits: Limits,
+        keep: Callable[[Record], None] = lambda record: None,
+        asked: Mapping[str, Any] | None = None,
+    ) -> None:
         self.server, self.limits, self.keep = server, limits, keep
+        self.asked = asked or {}
+        """What a resumed run was started with. Devices know only the run config of the command that resumes it."""
         self.min_replies = limits.needed(server.job.settings.clients_per_round)
-        self.clients: dict[int, int] = {}
-        """Which client each node is, for the nodes that have introduced themselves."""
-        self.asked: dict[str, Message] = {}
-        """Greetings that have not been answered yet, by message id."""
-        self.again: dict[int, float] = {}
-        """When to ask a node again whose introduction failed; never if it has another model."""
+        self.roster = Roster(limits.quarantine_after)
         self._open()
 
     def _open(self) -> None:
@@ -53,6 +55,7 @@ class HardEM(Strategy):
         self.tried: set[int] = set()
         self.sent: list[Message] = []
         self.good: dict[int, Upload] = {}
+        self.found: dict[int, Upload] = {}
         self.started = time.monotonic()
 
     # ------------------------------------------------------------------ the run
@@ -70,7 +73,8 @@ class HardEM(Strategy):
         self.summary()
         result = Result()
         rounds = self.server.job.settings.rounds
-        least = min(self.limits.wait_for or self.server.job.settings.clients_per_round, self.server.job.clients)
+        cohort = self.limits.asked(self.server.job.settings.clients_per_round)
+        least = min(self.limits.wait_for or cohort, self.server.job.clients)
         while self.server.round < rounds:
             record = self.run_round(grid, least)
             metrics = MetricRecord()
@@ -95,34 +99,35 @@ class HardEM(Strategy):
             f"{self.min_replies} are needed. The state before it is kept: repair the nodes and start again with resume="
         )
 
-    def exchange(self, grid: Grid, orders: Iterable[Message]) -> list[Message]:
-        """Send the messages, and collect replies until all have arrived or time is up."""
-        replies: list[Message] = []
-        waiting = _push(grid, list(orders))
+    def exchange(self, grid: Grid, orders: Iterable[Message]) -> Iterator[Message]:
+        """Send the messages, and return the replies, each when it arrives."""
+        return self._replies(grid, _push(grid, list(orders)))
+
+    def _replies(self, grid: Grid, waiting: dict[str, Message]) -> Iterator[Message]:
+        """Yield what arrives until there are enough good replies or time is up; what is there already counts, too."""
         deadline = time.monotonic() + self.limits.round_seconds
         while waiting and time.monotonic() < deadline:
-            new = _pull(grid, waiting)
-            replies += new
-            for reply in new:
+            for reply in _pull(grid, dict(waiting)):
                 waiting.pop(reply.metadata.reply_to_message_id, None)
+                yield reply
+            if self._enough():
+                return
             if waiting:
                 time.sleep(self.limits.poll_seconds)
-        return replies
+
+    def _enough(self) -> bool:
+        """Whether the round may close without those that have not answered."""
+        cohort = min(self.server.job.settings.clients_per_round, len(self.cohort) + len(self.good))
+        return len({*self.good, *self.found}) >= max(self.limits.enough(cohort), self.min_replies)
 
     # ------------------------------------------------------------------ who is there
     def meet(self, grid: Grid, least: int) -> None:
         """Let new nodes introduce themselves, and wait until at least `least` clients are connected."""
         deadline = time.monotonic() + self.limits.start_seconds
         while True:
-            online = set(grid.get_node_ids())
-            self.clients = {node: client for node, client in self.clients.items() if node in online}
-            self.asked = {name: m for name, m in self.asked.items() if m.metadata.dst_node_id in online}
-            self.again = {node: when for node, when in self.again.items() if node in online}
-            later = {node for node, when in self.again.items() if time.monotonic() < when}
-            asked = {message.metadata.dst_node_id for message in self.asked.values()}
-            self._greet(grid, online - self.clients.keys() - asked - later)
-            self._introductions(_pull(grid, self.asked))
-            there = len({*self.clients.values(), *self.good})
+            self._greet(grid, self.roster.see(set(grid.get_node_ids()), time.monotonic()))
+            self._introductions(_pull(grid, dict(self.roster.asked)))
+            there = len({*self.roster.clients.values(), *self.good})
             if there >= least:
                 return
             if time.monotonic() > deadline:
@@ -135,31 +140,28 @@ class HardEM(Strategy):
                 )
             time.sleep(self.limits.poll_seconds)
 
-    def _greet(self, grid: Grid, nodes: set[int]) -> None:
+    def _greet(self, grid: Grid, nodes: list[int]) -> None:
         ttl = self.limits.start_seconds + self.limits.round_seconds
-        self.asked |= _push(grid, [Message(RecordDict(), node, MessageType.QUERY, ttl=ttl) for node in sorted(nodes)])
+        content = messages.write_asked(self.asked)
+        self.roster.asked |= _push(grid, [Message(content, node, MessageType.QUERY, ttl=ttl) for node in nodes])
 
     def _introductions(self, replies: Iterable[Message]) -> None:
         for reply in replies:
-            greeting = self.asked.pop(reply.metadata.reply_to_message_id, None)
+            greeting = self.roster.asked.pop(reply.metadata.reply_to_message_id, None)
             if greeting is None:
                 continue
             node = greeting.metadata.dst_node_id
-            self.again[node] = time.monotonic() + ASK_AGAIN
             try:
-                content = _content(reply)
-                self.again[node] = math.inf  # until it passes the check
-                client, examples = messages.check_introduction(content, self.server, self.turn, self.limits)
-                self.again[node] = time.monotonic() + ASK_AGAIN
-                if client in self.clients.values():
+                client, examples = messages.check_introduction(_content(reply), self.server, self.turn, self.limits)
+                if client in self.roster.clients.values():
                     # It may be the same device after a crash, before Flower has noticed that its old node is gone.
                     raise WireError("another node is already this client")
             except Exception as error:  # whatever a foreign machine sends, the run goes on
+                self.roster.turn_away(node, time.monotonic())
                 self._fault(node, None, error)
                 continue
-            del self.again[node]
             log.info("node %d is client %d", node, client)
-            self.clients[node] = client
+            self.roster.welcome(node, client)
             self.server.examples[client] = examples
 
     # ------------------------------------------------------------------ a round
@@ -170,22 +172,23 @@ class HardEM(Strategy):
         self.cohort = self._choose()
         self.tried |= set(self.cohort)
         self.attempt += 1
-        nodes, turn = {client: node for node, client in self.clients.items()}, self.turn
+        nodes, turn = {client: node for node, client in self.roster.clients.items()}, self.turn
         self.sent = []
         for client in self.cohort:
             packet = self.server.packet(turn, client)
             turn.bytes_down += len(packet)
             order = Order(packet, turn.number, self.server.run, self.server.accepted.get(client, 0))
-            content, group = messages.write_order(order), str(turn.number)
+            content, group = messages.write_order(order, self.asked), str(turn.number)
             ttl = self.limits.round_seconds + 10  # our own limit comes first
             self.sent.append(Message(content, nodes[client], MessageType.TRAIN, ttl=ttl, group_id=group))
         return self.sent
 
     def _choose(self) -> list[int]:
         """Choose the clients to ask: first the simulator's cohort, if all are connected; then others in their place."""
-        there = sorted(set(self.clients.values()) - self.good.keys())
+        there = sorted(set(self.roster.clients.values()) - self.good.keys())
         pool = [client for client in there if client not in self.tried] or there
-        count = min(self.server.job.settings.clients_per_round - len(self.good), len(pool))
+        missing = self.server.job.settings.clients_per_round - len(self.good)
+        count = min(self.limits.asked(missing), len(pool))
         return [pool[i] for i in protocol.cohort(self.turn.draws, len(pool), count, self.attempt)]
 
     def aggregate_train(
@@ -194,33 +197,45 @@ class HardEM(Strategy):
         """Separate good replies from bad ones. The M-step follows in `start`, which may ask for more first."""
         # Match replies by the message they answer: Flower's own error replies name the server as their source.
         expected = {message.metadata.message_id: message.metadata.dst_node_id for message in self.sent}
+        clients = dict(self.roster.clients)
         answered: set[str] = set()
-        found: dict[int, Upload] = {}
+        self.found = {}
         for reply in replies:
             name = reply.metadata.reply_to_message_id
             node = expected.get(name, reply.metadata.src_node_id)
-            client = self.clients.get(node)
+            client, again = clients.get(node), name in answered
             try:
                 self.turn.bytes_up += messages.payload_bytes(reply)
                 if name not in expected or client is None:
                     raise WireError("a reply that was not requested")
-                if name in answered:
+                if again:
                     raise WireError("a second reply to the same message")
                 answered.add(name)
-                found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
-            except Exception as error:  # whatever a foreign machine sends, the round goes on with the others
+                self.found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
+                self.roster.trust(node)
+            except Exception as error:  # whatever a foreign machine sends, the run goes on with the others
                 self._fault(node, client, error)
                 if reply.has_error() and reply.error.code in GONE:
-                    self.clients.pop(node, None)
-        for name in expected.keys() - answered:
-            # Flower notices a dead node only after a minute. Do not ask this one until it answers a greeting.
-            node = expected[name]
-            silence = WireError(f"no reply in {self.limits.round_seconds:g} s")
-            self._fault(node, self.clients.pop(node, None), silence)
+                    self.roster.clients.pop(node, None)
+                elif name in expected and not again and self.roster.refuse(node, time.monotonic()):
+                    self._quarantine(node, client)
+        self._without([node for name, node in expected.items() if name not in answered])
         # Use the cohort's order, not the order of arrival: a sum of floats depends on it.
-        self.good |= {client: found[client] for client in self.cohort if client in found}
-        self.sent = []
+        self.good |= {client: self.found[client] for client in self.cohort if client in self.found}
+        self.sent, self.found = [], {}
         return None, None
+
+    def _without(self, nodes: list[int]) -> None:
+        """Go on without these nodes, which have not answered, and do not ask them until they answer a greeting: they
+        may still be at work, or dead, which Flower notices only after a minute."""
+        enough = self._enough()
+        for node in nodes:
+            client = self.roster.clients.pop(node, None)
+            if enough and client is not None:
+                log.info("node %d (client %d) has not answered in time: its work is not used", node, client)
+                self.turn.stragglers.append(client)
+            else:
+                self._fault(node, client, WireError(f"no reply in {self.limits.round_seconds:g} s"))
 
     def _close(self) -> Record:
         settings, number = self.server.job.settings, self.turn.number
@@ -232,6 +247,13 @@ class HardEM(Strategy):
         log.info("round %d: %d clients, loss %.4f", number, len(record["clients"]), record["train_loss"])
         self._open()
         return record
+
+    def _quarantine(self, node: int, client: int | None) -> None:
+        log.warning(
+            "node %d (client %s) is quarantined after %d useless answers in a row; a resumed run asks it again",
+            *(node, client, self.limits.quarantine_after),
+        )
+        self.turn.quarantined.append({"node": str(node), "client": client})
 
     def _fault(self, node: int, client: int | None, error: Exception) -> None:
         kind = "" if isinstance(error, WireError) else f"{type(error).__name__}: "
@@ -263,25 +285,23 @@ def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
     return {str(name): message for name, message in zip(names, messages, strict=False) if name}
 
 
-def _pull(grid: Grid, waiting: Mapping[str, Message]) -> list[Message]:
-    """Pull the replies that have come back, one message at a time.
+def _pull(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
+    """Yield the replies that have come back, pulled one message at a time: each may be as large as the model.
 
     Flower unpacks a reply while pulling it, guided by the reply itself. If one cannot be unpacked, all replies pulled
     with it are lost. If one names another message, it would pass for another node's reply.
     """
-    replies: list[Message] = []
     for name, message in waiting.items():
         try:
             for reply in grid.pull_messages([name]):
                 if reply.metadata.reply_to_message_id != name:
                     raise WireError("the reply says that it answers another message")
-                replies.append(reply)
+                yield reply
         except httpx.HTTPError:  # the fault of our own SuperLink, not of the node
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, WireError) else f"the reply cannot be unpacked: {error!r}"
-            replies.append(Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message))
-    return replies
+            yield Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
 
 
 def _content(reply: Message) -> RecordDict:

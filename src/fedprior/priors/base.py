@@ -55,6 +55,12 @@ class Prior:
     told: ClassVar[tuple[str, ...]] = ("weights",)
     """The sections of the server's state that every client is told, unless `broadcast` says something else."""
 
+    def __init_subclass__(cls) -> None:
+        """A slope belongs to the density that it was derived from: one who changes that alone inherits none."""
+        super().__init_subclass__()
+        if {"density", "terms", "realise"} & vars(cls).keys() and not {"slope", "known_slope"} & vars(cls).keys():
+            cls.known_slope = False
+
     def check(self) -> None:
         """Refuse settings out of range. Call this when an algorithm is built: later, scalars may be tensors."""
         for name in self.scalars:

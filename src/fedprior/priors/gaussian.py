@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
-from fedprior.core.weighting import mean
+from fedprior.core.weighting import mean, weighted
 from fedprior.priors.base import Assignment, Prior
 
 
@@ -30,6 +30,17 @@ class Gaussian(Prior):
 
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
+
+    known_slope = True
+
+    def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
+        """∇w = w − φ_s on average, to the last bit as autograd has it, which keeps every intermediate value."""
+
+        def one(sent: Tensor, known: Tensor) -> Tensor:
+            halves = weighted(sent.new_full((len(sent),), 0.5 / len(sent)), weight)
+            return -((sent - known) * 2 * halves.reshape(-1, *[1] * known.dim())).sum(0)
+
+        return {"weights": {name: one(uploads["weights"][name], known) for name, known in server["weights"].items()}}
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ_s n_s φ_s / Σ_s n_s."""

@@ -1,26 +1,26 @@
 """One HTML page of runs: it opens from disk, needs no network, and fits a phone.
 
-The table, the settings and the commands are plain HTML, so that they can be read without scripts; `assets/page.js`
-draws the rest from the same records, which the page holds as JSON.
+The tables, the settings and the commands are plain HTML (`page_tables`), so that they can be read without scripts; the
+scripts in `assets` draw the rest from the same records, which the page holds as JSON (`page_data`).
 """
 
 import html
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from fedprior.core.errors import counted
 from fedprior.core.files import write_atomically, writing
-from fedprior.core.late import MEANS, is_number
-from fedprior.report.page_data import UNITS, page_data, span
-from fedprior.report.reading import SECTIONS
+from fedprior.core.late import MEANS
+from fedprior.report.page_data import page_data, span
+from fedprior.report.page_tables import commands, faults_table, runs_table, settings_tables, units_table
 from fedprior.report.records import Broken, Group, Run, group_runs
-from fedprior.report.run_tables import cells, header, more_of, score
 from fedprior.version import __version__
+
+SCRIPTS = ("base.js", "chart.js", "heatmap.js", "tables.js", "choose.js", "page.js")
+"""The page's scripts in their order: each uses those before it."""
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -35,59 +35,87 @@ TEMPLATE = """<!doctype html>
 {style}</style>
 </head>
 <body>
+<main>
 <h1>{title}</h1>
 <p class="soft">{subtitle}</p>
 {trouble}
-<div class="scroll">{table}</div>
+{table}
 <p class="soft">{means}</p>
 <noscript><p>The plots need JavaScript; everything else on this page does not.</p></noscript>
-<div class="chips" id="chips" role="group" aria-label="Runs to show"></div>
-<h2>Accuracy against bytes</h2>
-<p class="soft">Global: the server's model on everyone's test examples. Local: each client's own model, as it last sent
-it, on its own. Bytes are those of the messages, both directions.</p>
-<div class="grid" id="accuracy-bytes"></div>
-<h2>Accuracy against rounds</h2>
-<div class="grid" id="accuracy-rounds"></div>
-<section id="scores-section">
-<h2>Held-out loss and metrics</h2>
-<div class="grid" id="scores"></div>
-</section>
-<h2>Sparsity</h2>
-<p class="soft">The share of the parameters that is not part of the server's network any more.</p>
-<div class="grid" id="sparsity"></div>
-<section id="units-section">
-<h2>Units, layer by layer</h2>
-<p class="soft">A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than
-the server's step shrank its weights; by the step: the other way round, so no client voted for it.</p>
-<div class="grid" id="units"></div>
-{units}
-</section>
-<section id="agreement-section">
-<h2>Gate agreement</h2>
-<p class="soft">How far the clients' gate probabilities π are from the server's θ: total variation, over gates and the
-round's clients. Near zero, all agree on which units the network needs.</p>
-<div class="grid" id="agreement"></div>
-</section>
-<h2>What it costs</h2>
-<div class="grid" id="cost"></div>
-<section id="partition-section">
-<h2>Who has what</h2>
-<p class="soft">The stronger a cell's colour, the larger the share of the client's training examples that is of that
-class.</p>
-<div class="grid" id="partition"></div>
-</section>
+<details class="bar" id="bar" hidden><summary><span id="shown"></span></summary>
+<div class="bar-tools"><input type="search" id="filter" placeholder="Find runs" aria-label="Find runs by name">
+<span class="tools" id="bar-tools"></span></div>
+<div class="chips" id="chips" role="group" aria-label="Runs to show"></div></details>
+{sections}
 <h2>Settings</h2>
-<p class="soft">Settings that differ between the runs are bold.</p>
-<div class="scroll">{settings}</div>
+{settings}
 <h2>How to repeat it</h2>
 {repeat}
 <p class="soft">Made by fedprior {version} from the records of {count}.</p>
+</main>
+<p class="unseen" id="said" role="status"></p>
 <script type="application/json" id="data">{data}</script>
 <script>
 {script}</script>
 </body>
 </html>
 """
+
+
+class Section(NamedTuple):
+    """A part of the page: scripts draw into its grid. One with neither a figure nor a table is hidden."""
+
+    place: str
+    title: str
+    note: str = ""
+    table: Callable[[Sequence[Group]], str] | None = None
+
+
+PARTS = (
+    Section(
+        "accuracy-bytes",
+        "Accuracy against bytes",
+        "Global: the server's model on everyone's test examples. Local: each client's own model, as it last sent it, "
+        "on its own. Bytes are those of the messages, both directions.",
+    ),
+    Section("accuracy-rounds", "Accuracy against rounds"),
+    Section("scores", "Held-out loss and metrics"),
+    Section(
+        "probabilities",
+        "Can its probabilities be believed?",
+        "Negative log-likelihood, expected calibration error and Brier score: less is better. The diagram is of the "
+        "server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy "
+        "of each. A model below the diagonal is too sure of itself.",
+    ),
+    Section("sparsity", "Sparsity", "The share of the parameters that is not part of the server's network any more."),
+    Section(
+        "units",
+        "Units, layer by layer",
+        "A unit closes when its gate's θ falls to ε. By votes: clients' gates raised its threshold by more than the "
+        "server's step shrank its weights; by the step: the other way round, so no client voted for it.",
+        units_table,
+    ),
+    Section(
+        "agreement",
+        "Gate agreement",
+        "How far the clients' gate probabilities π are from the server's θ: total variation, over gates and the "
+        "round's clients. Near zero, all agree on which units the network needs.",
+    ),
+    Section("cost", "What it costs"),
+    Section(
+        "devices",
+        "Faults of devices",
+        "Replies that were refused or did not come. The round went on without them. A quarantined device is not asked "
+        "again; one that is late was not waited for; a clipped upload was shortened to the bound.",
+        faults_table,
+    ),
+    Section(
+        "partition",
+        "Who has what",
+        "The stronger a cell's colour, the larger the share of the client's training examples that is of that class.",
+    ),
+)
+"""What the page shows between the table of results and the settings, in this order."""
 
 
 def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[Run], str] | None = None) -> str:
@@ -98,15 +126,15 @@ def page(runs: Sequence[Run], broken: Sequence[Broken] = (), repeat: Callable[[R
         title=html.escape(_title(groups)),
         subtitle=html.escape(_subtitle(runs)),
         trouble=_trouble(runs, broken),
-        table=_table(groups),
+        table=runs_table(groups),
         means=MEANS,
-        units=_units(groups),
-        settings=_settings(runs),
-        repeat="\n".join(f"<pre>{html.escape(text)}</pre>" for text in _commands(runs, repeat)),
+        sections="\n".join(_section(part, groups) for part in PARTS),
+        settings=settings_tables(groups),
+        repeat=commands(runs, repeat),
         version=__version__,
         count="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         style=assets.joinpath("page.css").read_text(encoding="utf-8"),
-        script=assets.joinpath("page.js").read_text(encoding="utf-8"),
+        script="".join(assets.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS),
         # Only this could end a script element early.
         data=json.dumps(page_data(groups), allow_nan=False).replace("<", "\\u003c"),
     )
@@ -122,6 +150,18 @@ def write_page(
 
 
 # ---------------------------------------------------------------------- plain HTML
+
+
+def _section(part: Section, groups: Sequence[Group]) -> str:
+    table = part.table(groups) if part.table else ""
+    note = f'<p class="soft">{html.escape(part.note, quote=False)}</p>\n' if part.note else ""
+    # Without scripts there are no figures.
+    hidden = "" if table else " hidden"
+    return (
+        f'<section id="{part.place}-section" aria-labelledby="{part.place}-title"{hidden}>\n'
+        f'<h2 id="{part.place}-title">{part.title}</h2>\n{note}'
+        f'<div class="grid" id="{part.place}"></div>\n{table}\n</section>'
+    )
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -155,88 +195,3 @@ def _trouble(runs: Sequence[Run], broken: Sequence[Broken]) -> str:
         return ""
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f'<div class="trouble" id="trouble"><strong>Not finished or not readable</strong><ul>{items}</ul></div>'
-
-
-def _table(groups: Sequence[Group]) -> str:
-    """One row per run and, below a label's seeds, their mean and standard error."""
-    lines, more = [], more_of([run for group in groups for run in group.runs])
-    for number, group in enumerate(groups):
-        swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
-        for run in group.runs:
-            lines.append(_row(cells(run, more), swatch, f'data-run="{html.escape(str(run.path))}"'))
-        finished = replace(group, runs=tuple(run for run in group.runs if run.finished))
-        if len({run.seed for run in finished.runs}) > 1:
-            lines.append(_row(_mean_cells(finished, more), swatch, 'class="mean"'))
-    head = "".join(f"<th>{name}</th>" for name in header(more))
-    return f'<table class="runs" id="runs"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-
-
-def _row(texts: Sequence[str], swatch: str, attributes: str) -> str:
-    first, *rest = (html.escape(text) for text in texts)
-    return f"<tr {attributes}><td>{swatch}{first}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
-
-
-def _mean_cells(group: Group, more: Sequence[str]) -> list[str]:
-    def cell(name: str, factor: float, unit: str = "") -> str:
-        found = group.late(name) if name.endswith("accuracy") else group.final(name)
-        if not math.isfinite(found.mean):
-            return "–"
-        error = f" ± {factor * found.error:,.1f}" if math.isfinite(found.error) else ""
-        return f"{factor * found.mean:,.1f}{error}{unit}"
-
-    accuracies = [cell(name, 100, "%") for name in ("global_accuracy", "local_accuracy")]
-    traffic = [cell(name, 1e-6) for name in ("bytes_up", "bytes_down")]
-    name = f"{group.label}, mean ± s.e."
-    scores = [_mean_score(group, name) for name in more]
-    return [name, "", "", *accuracies, *traffic, cell("sparsity", 100, "%"), "", cell("seconds", 1), *scores]
-
-
-def _mean_score(group: Group, name: str) -> str:
-    found = group.final(name)
-    return score(found.mean) + (f" ± {score(found.error)}" if math.isfinite(found.error) else "")
-
-
-def _units(groups: Sequence[Group]) -> str:
-    """How many units each layer has kept, and why the others closed, as last recorded."""
-    lines = []
-    for number, group in enumerate(groups):
-        swatch = f'<span class="swatch" style="background:var(--c{number % 8})"></span>'
-        for run in group.runs:
-            evaluated: list[Mapping[str, Any]] = [record for record in run.rounds if "sparsity" in record]
-            last = evaluated[-1] if evaluated else {}
-            for layer in (key.removeprefix("units/") for key in last if key.startswith("units/")):
-                counts = [last.get(f"{name}/{layer}") for name in UNITS]
-                texts = [run.label, str(run.seed), layer, *(f"{n:,}" if is_number(n) else "–" for n in counts)]
-                lines.append(_row(texts, swatch, ""))
-    if not lines:
-        return ""
-    head = "".join(
-        f"<th>{name}</th>" for name in ("run", "seed", "layer", "units kept", "closed by votes", "by the step")
-    )
-    table = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    return f'<div class="scroll"><table class="runs" id="closed">{table}</table></div>'
-
-
-def _settings(runs: Sequence[Run]) -> str:
-    """Every setting of every run, with those that differ in bold."""
-    keys = dict.fromkeys(
-        (section, key) for section in (*SECTIONS, "made") for run in runs for key in run.config.get(section, {})
-    )
-    head = "".join(f"<th>{html.escape(run.label)} {run.seed}</th>" for run in runs)
-    lines = []
-    for section, key in keys:
-        values = [_plain(run.config.get(section, {}).get(key)) for run in runs]
-        differs = ' class="differs"' if len(set(values)) > 1 else ""
-        columns = "".join(f"<td>{html.escape(value)}</td>" for value in values)
-        # On a phone a name breaks between its words.
-        name = html.escape(f"{section}.{key}").replace(".", ".<wbr>").replace("_", "_<wbr>")
-        lines.append(f"<tr{differs}><td>{name}</td>{columns}</tr>")
-    return f'<table class="settings"><thead><tr><th></th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-
-
-def _plain(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _commands(runs: Sequence[Run], repeat: Callable[[Run], str] | None) -> list[str]:
-    return [repeat(run) for run in runs] if repeat else [f"fedprior resume {run.path}" for run in runs]

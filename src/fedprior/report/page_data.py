@@ -12,12 +12,23 @@ from fedprior.report.run_tables import SCORES
 
 POINTS = 800
 """About how many points a line has; longer runs are shown by the means of consecutive rounds."""
+ALL_POINTS = 40_000
+"""About how many points the lines of one chart have together; many runs have fewer each."""
+ENOUGH = 0.9
+"""Seeds are drawn as a mean if the shortest has this share of the longest's rounds: a mean ends where one does."""
+COLOURS = 12
+"""How many colours the style has; a test measures that they differ and can be seen."""
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+MARKS = ("circle", "square", "triangle", "diamond", "cross")
 CLIENTS = 1000
 """About how many clients a partition's picture shows; if there are more, it shows every second, third, …"""
 PER_ROUND = ("bytes_up", "bytes_down", "train_loss")
 UNITS = ("units", "closed_by_votes", "closed_by_step")
 """For each layer, the units kept and, by cause, those that have closed so far."""
+RELIABILITY = ("confidence", "accuracy")
+"""The reliability diagram of an evaluation has one of each for every bin."""
 PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
+NUMBERS_OF_A_LINE = (*PER_ROUND, *PER_EVALUATION, "seconds", "bytes")
 
 
 def span(values: Iterable[int]) -> str:
@@ -26,23 +37,51 @@ def span(values: Iterable[int]) -> str:
     return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
 
 
+def looks(count: int) -> list[dict[str, Any]]:
+    """What tells that many lines apart: a colour, and for every dozen other dashes and another mark at the end."""
+    return [
+        {"colour": i % COLOURS, "dash": DASHES[i // COLOURS % len(DASHES)], "mark": MARKS[i // COLOURS % len(MARKS)]}
+        for i in range(count)
+    ]
+
+
+def group_names(groups: Sequence[Group]) -> list[str]:
+    """What legends call the groups: with several tasks, the task too."""
+    several = len({group.task for group in groups}) > 1
+    return [
+        f"{group.task} {group.label}" if several and not group.label.startswith(group.task) else group.label
+        for group in groups
+    ]
+
+
 def page_data(groups: Sequence[Group]) -> dict[str, Any]:
     """All data of the page: partitions, and runs in the order of their groups, which decides colours."""
-    several = len({group.task for group in groups}) > 1
-    found = []
-    for group in groups:
-        name = f"{group.task} {group.label}" if several and not group.label.startswith(group.task) else group.label
+    found, means, points = [], [], _points(sum(len(group.runs) for group in groups))
+    for name, group in zip(group_names(groups), groups, strict=True):
         seeds = [run.seed for run in group.runs]
+        # Seeds share their rounds, also when they are thinned.
+        longest = max(len(run.rounds) for run in group.runs)
+        drawn = []
         for run in group.runs:
             # The seed tells runs of one label apart; where it does not, the folder does.
             which = "" if len(seeds) == 1 else f" ({run.seed})" if seeds.count(run.seed) == 1 else f" ({run.path})"
-            found.append(_run_data(run, name, name + which))
-    return {"runs": found, "partitions": _partitions([run for group in groups for run in group.runs])}
+            drawn.append(_run_data(run, name, name + which, max(1, -(-longest // points))))
+        found += drawn
+        if len(drawn) > 1 and min(len(run.rounds) for run in group.runs) >= ENOUGH * longest:
+            means.append(mean_line(name, drawn))
+    layers = max((len(run[part]) for run in found for part in ("layers", "units")), default=0)
+    partitions = _partitions([run for group in groups for run in group.runs])
+    return {"runs": found, "means": means, "looks": looks(max(len(groups), layers)), "partitions": partitions}
 
 
-def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
+def _points(runs: int) -> int:
+    """About how many points a line of so many runs has."""
+    return max(POINTS // 8, min(POINTS, ALL_POINTS // max(runs, 1)))
+
+
+def _run_data(run: Run, group: str, name: str, width: int) -> dict[str, Any]:
     evaluated = [record for record in run.rounds if "sparsity" in record]
-    evaluated = evaluated[:: max(1, len(evaluated) // POINTS)] + evaluated[-1:] * (len(evaluated) > POINTS)
+    evaluated = _apart(evaluated, width)
     sent = run.series("gib")
     layers = sorted({key for record in evaluated for key in record if key.startswith("sparsity/")}, key=_natural(run))
     scores = dict.fromkeys(key for record in evaluated for key in record if key.startswith(SCORES))
@@ -53,7 +92,8 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "group": group,
-        **_thinned([record["round"] for record in run.rounds], per_round),
+        "task": run.task,
+        **_thinned([record["round"] for record in run.rounds], per_round, width),
         "evaluated": {
             "round": [record["round"] for record in evaluated],
             "bytes": [round(sent[record["round"]] * 2**30) for record in evaluated],
@@ -63,6 +103,7 @@ def _run_data(run: Run, group: str, name: str) -> dict[str, Any]:
                 if any(record.get(name) is not None for record in evaluated)
             },
         },
+        "reliability": [_numbered(evaluated[-1] if evaluated else {}, name) for name in RELIABILITY],
         # A layer is not named before its first weight is gone.
         "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
         **{name: _by_layer(run, evaluated, f"{name}/") for name in UNITS},
@@ -75,15 +116,52 @@ def _by_layer(run: Run, evaluated: Sequence[Mapping[str, Any]], prefix: str) -> 
     return {key.removeprefix(prefix): [_number(record.get(key)) for record in evaluated] for key in keys}
 
 
+def _numbered(record: Mapping[str, Any], prefix: str) -> list[float | None]:
+    """`prefix/1`, `prefix/2`, …, as a record has them, in order."""
+    return [_number(value) for key, value in record.items() if key.startswith(f"{prefix}/")]
+
+
 def _natural(run: Run) -> Callable[[str], int]:
     """Layers in the order of the network, which is the order in which records name them."""
     order = {key: i for record in run.rounds for i, key in enumerate(record)}
     return lambda key: order[key]
 
 
-def _thinned(rounds: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Each column, averaged over consecutive rounds so that the points stay few."""
-    width = max(1, -(-len(rounds) // POINTS))
+def _apart(evaluated: Sequence[Mapping[str, Any]], width: int) -> list[Mapping[str, Any]]:
+    """The first evaluation in every stretch of so many rounds, and the last of all."""
+    kept = {(record["round"] - 1) // width: record for record in reversed(evaluated[:-1])}
+    return [*reversed(kept.values()), *evaluated[-1:]]
+
+
+def mean_line(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of several seeds' lines, where all of them have a point, and its standard error."""
+    evaluated = [run["evaluated"] for run in runs]
+    return {"name": f"{name}, {len(runs)} seeds", "group": name, **_means(runs), "evaluated": _means(evaluated)}
+
+
+def _means(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every column that all parts have, as means at the rounds that all have; their errors below `error`."""
+    places = [{number: i for i, number in enumerate(part["round"])} for part in parts]
+    rounds = sorted(set.intersection(*map(set, places)))
+    names = [name for name in parts[0] if name in NUMBERS_OF_A_LINE or name.startswith(SCORES)]
+    means: dict[str, Any] = {"round": rounds, "error": {}}
+    for name in (name for name in names if all(name in part for part in parts)):
+        # Nothing recorded is a NaN here, and makes its round's mean one.
+        rows = np.array(
+            [[part[name][place[r]] for part, place in zip(parts, places, strict=True)] for r in rounds], float
+        )
+        means[name] = [_short(mean) for mean in rows.mean(1)]
+        means["error"][name] = [_short(error) for error in rows.std(1, ddof=1) / np.sqrt(len(parts))]
+    return means
+
+
+def _short(value: np.float64) -> float | None:
+    """Seven digits, more than a line can show."""
+    return _number(float(f"{value:.7g}"))
+
+
+def _thinned(rounds: Sequence[int], columns: Mapping[str, Sequence[Any]], width: int) -> dict[str, list[Any]]:
+    """Each column, averaged over so many consecutive rounds that the points stay few."""
     starts = range(0, len(rounds), width)
     thin: dict[str, list[Any]] = {"round": [rounds[min(start + width, len(rounds)) - 1] for start in starts]}
     for name, values in columns.items():

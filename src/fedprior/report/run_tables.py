@@ -15,6 +15,7 @@ COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "
 SCORES = ("global_", "local_")
 """Prefixes of the names of what was measured on test examples."""
 ACCURACIES = ("global_accuracy", "local_accuracy")
+USUAL = ("nll", "ece", "brier")
 LATE = tuple(f"{name}_late" for name in ACCURACIES)
 NUMBERS = (*ACCURACIES, *LATE, "bytes_up", "bytes_down", "sparsity")
 SIZES = ("parameters", "effective_parameters", "seconds")
@@ -52,9 +53,12 @@ def score(value: Any) -> str:
 
 
 def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What else to show of these runs: the user's own metrics, and the loss where a run has no accuracy."""
+    """What else to show of these runs: the user's own metrics, and the loss where a run has no accuracy.
+
+    What every run has beside its accuracy is on the page, and in the numbers for programs.
+    """
     accurate = all(s.get("global_accuracy") is not None for s in summaries)
-    usual = {"accuracy", "loss"} if accurate else {"accuracy"}
+    usual = {"accuracy", "loss", *USUAL} if accurate else {"accuracy", *USUAL}
     found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
     names = dict.fromkeys(key.split("_", 1)[1] for key in found)
     return [f"{prefix}{name}" for name in names if name not in usual for prefix in SCORES]

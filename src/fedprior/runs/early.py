@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fedprior.core.errors import SettingError
+from fedprior.core.probabilities import PROBABILITIES
 from fedprior.engines.server_state import Record
 
 
@@ -43,14 +44,15 @@ def best(records: Sequence[Record], by: str) -> Best | None:
 
 
 def _field(record: Record, by: str) -> tuple[str, float]:
-    """The field's name, and −1 if less is better: for losses and errors, and for `-NAME`."""
+    """The field's name, and −1 if less is better: for losses, errors and scores of probabilities, and for `-NAME`."""
     if by == "auto":
         by = "global_accuracy" if record.get("global_accuracy") is not None else "global_loss"
     name = by.removeprefix("-")
     if name not in record:
         numbers = [key for key, value in record.items() if isinstance(value, float) and "/" not in key]
         raise SettingError(f"by={by}: evaluations have no {name}; they have {', '.join(numbers)}")
-    return name, -1.0 if by != name or "loss" in name or "error" in name else 1.0
+    less = "loss" in name or "error" in name or name.partition("_")[2] in PROBABILITIES
+    return name, -1.0 if by != name or less else 1.0
 
 
 def _or_worst(sign: float, value: Any) -> float:

@@ -15,7 +15,7 @@ from fedprior.catalogue.tasks import Task
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DataError, ModelError, RunError, SettingError
 from fedprior.core.keys import Purpose, Turn
-from fedprior.core.metrics import Measures, each
+from fedprior.core.metrics import Measures, each, joined, parts
 from fedprior.core.network import IGNORED, Network
 from fedprior.em import Algorithm, protocol
 from fedprior.engines.batches import ClientBatches
@@ -194,9 +194,10 @@ def _score(module: nn.Module, x: Tensor, y: Tensor, network: Network, what: Meas
             low, high, classes = int(y[y != IGNORED].min()), int(y.max()), outputs.shape[what.class_dim]
             if low < 0 or high >= classes:
                 raise DataError(f"labels run from {low} to {high}, but the network knows {classes} classes")
-        found = dict(zip(what.names, each(network, what, outputs, y), strict=True))
-    scores: dict[str, Any] = {name: float(values.mean()) for name, values in found.items()}
+        found = each(network, what, outputs, y)
+        whole = joined(what, found.sum(1), parts(what, outputs, y), torch.ones(len(y), dtype=torch.float64)) / len(y)
+    scores: dict[str, Any] = dict(zip(what.names, whole.tolist(), strict=True))
     if what.class_dim is None or y.dim() > 1:
         return scores
-    right = found["accuracy"]
+    right = found[what.means.index("accuracy")]
     return {**scores, "by_class": {int(c): (int(right[y == c].sum()), int((y == c).sum())) for c in y.unique()}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Layer:
     """A gated layer: gate j switches row j of each of its `parameters`; if `axis` is 1, column j of its only one.
 
-    With blocks, it switches block j instead of row j.
+    With blocks, it switches the j-th block of rows instead, in each run of as many blocks as there are gates.
     """
 
     name: str
@@ -19,10 +19,10 @@ class Layer:
     """0 if gates are on the layer's outputs, 1 if they are on its inputs."""
     columns: tuple[str, ...] = ()
     """Parameters of which gate j switches column j as well: the second factor of an adapter."""
-    block: int = 1
-    """How many rows each gate switches: those of an attention head."""
-    copies: int = 1
-    """How often these blocks follow each other in a parameter: a fused projection has queries, keys and values."""
+    blocks: tuple[int, ...] = ()
+    """How many consecutive rows of each parameter a gate switches: those of an attention head. Empty for one row each.
+
+    A fused projection has several runs of blocks: those of the queries, of the keys, and of the values."""
 
     @property
     def owned(self) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ ZERO_PRESERVING_NAMES = (
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
 )
-FLATTENS = ("flatten", "view", "reshape")
 
 ALIASES: dict[Callable[..., Any], str] = {operator.add: "add", operator.iadd: "iadd", torch.add: "add"}
 ALIASES |= {getattr(F, name): name for name in ZERO_PRESERVING_NAMES if hasattr(F, name)}

@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError, SettingError
 from fedprior.units.components import find_components
+from fedprior.units.edges import Edge, Shapes
 from fedprior.units.structure import Layer, Reader, Structure
 from fedprior.units.torch_operations import CONVOLUTIONS
-from fedprior.units.walk import Edge, Shapes, Walk
+from fedprior.units.walk import Walk
 
 LINEAR_GATES = ("outputs", "inputs")
 
@@ -54,7 +55,7 @@ def find_structure(
     owned = {
         layer.name: layer.parameters
         for layer in found.layers.values()
-        if all(parameter.rpartition(".")[0] == layer.name for parameter in layer.parameters)
+        if not layer.blocks and all(parameter.rpartition(".")[0] == layer.name for parameter in layer.parameters)
     }
     return Structure(layers, found.readers, shapes, tuple(sorted(found.inputs)), tuple(sorted(found.outputs)), owned)
 
@@ -91,22 +92,23 @@ def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     """Like `find_structure`, but with a result for every operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
-    named = frozenset(ungated)
+    own, named = _own_parameters(model, graph), frozenset(ungated)
+    every = Walk(graph, own, frozenset(), lenient=True).run()
     for name in sorted(named):
-        if name not in known:
+        if name not in known | every.layers.keys():
             raise ModelError(
-                f"ungated: {name!r} is not a convolution or linear layer of the model; it has {sorted(known)}"
+                f"ungated: {name!r} is not a convolution, linear layer or attention of the model; "
+                f"it has {sorted(known | every.layers.keys())}"
             )
-    own = _own_parameters(model, graph)
     frozen = {name for name in known if any(not p.requires_grad for p in model.get_submodule(name).parameters())}
-    fixed = named | frozen
+    # The residual stream of a transformer stays as wide as it is, and so does an embedding that is its head too.
+    fixed = named | frozen | every.residual() | _embeddings(model, known)
     # The first walk only asks which layers reach the output, so it may skip what it cannot analyse.
     outputs = Walk(graph, own, fixed, lenient=True).run().output
     excluded = fixed | (frozenset() if gate_output else outputs)
     walk = Walk(graph, own, excluded, lenient=False).run()
     assert isinstance(graph.module, fx.GraphModule)
     linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
-    every = Walk(graph, own, frozenset(), lenient=True).run()
     inputs = frozenset(every.layers) - every.fed
     return Edges(graph.module, walk.edges, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
 
@@ -126,6 +128,12 @@ def _trace(model: nn.Module, example: Tensor) -> Shapes:
     except Exception as error:
         raise ModelError(f"the model does not run on one input of shape {tuple(example.shape)}: {error}") from error
     return shapes
+
+
+def _embeddings(model: nn.Module, known: set[str]) -> set[str]:
+    """The layers that share a weight with an embedding."""
+    embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    return {name for name in known if id(getattr(model.get_submodule(name), "weight", None)) in embedded}
 
 
 def _own_parameters(model: nn.Module, graph: Shapes) -> frozenset[str]:

@@ -30,7 +30,7 @@ class UnitGating(Gating):
         """The layers as rows of matrices and entries of vectors, or None if some have another form."""
         for layer in structure.layers:
             ranks = [len(self.shapes[name]) for name in layer.parameters]
-            plain = layer.axis == 0 and not layer.columns and layer.block == layer.copies == 1
+            plain = layer.axis == 0 and not layer.columns and not layer.blocks
             if not plain or len(ranks) > MOST or any(rank > 1 for rank in ranks[1:]):
                 return None
         return tuple(Rows(layer.size, len(layer.parameters)) for layer in structure.layers) or None
@@ -81,8 +81,8 @@ class UnitGating(Gating):
         if index >= len(layer.owned):
             return params[layer.parameters[0]].new_zeros(layer.size)
         values = params[layer.owned[index]].transpose(0, layer.axis if index < len(layer.parameters) else 1)
-        if layer.block * layer.copies > 1:
-            values = values.unflatten(0, (layer.copies, layer.size, layer.block)).transpose(0, 1).flatten(1)
+        if layer.blocks:
+            values = values.unflatten(0, (-1, layer.size, layer.blocks[index])).transpose(0, 1).flatten(1)
         norms: Tensor = torch.linalg.vector_norm(values.reshape(layer.size, -1), dim=1) if values.dim() > 1 else values
         return norms
 
@@ -118,11 +118,17 @@ class UnitGating(Gating):
         found: Params = {}
         for layer in self.structure.layers:
             gate = gates[layer.name]
-            spread = gate if layer.block == 1 else gate.repeat_interleave(layer.block)
-            spread = spread if layer.copies == 1 else spread.repeat(layer.copies)
-            found |= {name: self._along(spread, name, layer.axis) for name in layer.parameters}
+            for i, name in enumerate(layer.parameters):
+                found[name] = self._along(self._blocks(layer, i, gate), name, layer.axis)
             found |= {name: self._along(gate, name, 1) for name in layer.columns}
         return found
+
+    def _blocks(self, layer: Layer, index: int, gate: Tensor) -> Tensor:
+        """The gate of every row of a layer's `index`-th parameter."""
+        if not layer.blocks:
+            return gate
+        rows, block = self.shapes[layer.parameters[index]][0], layer.blocks[index]
+        return gate.repeat_interleave(block).repeat(rows // (layer.size * block))
 
     def _along(self, values: Tensor, parameter: str, axis: int) -> Tensor:
         """Reshape values for the rows (axis 0) or columns (axis 1) of a parameter, to broadcast to it."""

@@ -9,6 +9,7 @@ from fedprior.core.optimisers import Optimiser
 from fedprior.em import Algorithm
 from fedprior.priors import (
     BernoulliMask,
+    Distance,
     FixedGates,
     Gaussian,
     GroupLasso,
@@ -18,6 +19,7 @@ from fedprior.priors import (
     Products,
     Sized,
     SpikeSlab,
+    StudentT,
 )
 from fedprior.priors.bernoulli_mask import Slab
 from fedprior.units import UnitGating, WeightGating, find_structure
@@ -52,6 +54,31 @@ def laplace(
 ) -> Algorithm:
     """A Laplace prior of precision λ; without a server optimiser the M-step is the median, with one a sign gradient."""
     return training.algorithm(Laplace(precision))
+
+
+def student_t(
+    network: Network,
+    *,
+    freedom: options.Freedom = 3.0,
+    scale: options.Scale = 0.003,
+    trim: options.Trim = 0.25,
+    steps: options.Steps = 10,
+    precision: options.Precision = 0.0,
+    training: Corrected = CORRECTED,
+) -> Algorithm:
+    """A Student-t prior; without a server optimiser the M-step is a mean weighed anew, from the trimmed mean."""
+    return training.algorithm(StudentT(freedom, scale, trim, steps, precision))
+
+
+def distance(
+    network: Network,
+    *,
+    precision: options.Precision = 0.0,
+    steps: options.Steps = 16,
+    training: Corrected = CORRECTED,
+) -> Algorithm:
+    """A Laplace prior of a client's whole distance; without a server optimiser the M-step is the geometric median."""
+    return training.algorithm(Distance(precision, steps))
 
 
 def mixture(

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedprior.catalogue.algorithms.factories import (
     bernoulli_mask,
+    distance,
     fixed_gates,
     gaussian,
     group_lasso,
@@ -20,6 +21,7 @@ from fedprior.catalogue.algorithms.factories import (
     narrow,
     sized_slab,
     spike_slab,
+    student_t,
 )
 from fedprior.core.errors import SettingError, described
 from fedprior.core.network import Network
@@ -59,6 +61,9 @@ ALGORITHMS: dict[str, Entry] = {
         {"structured": False},
     ),
     "fedmedian": Entry(laplace, "Laplace", "coordinate-wise median"),
+    "fedgeomedian": Entry(distance, "Laplace of a client's distance", "geometric median"),
+    "fedtrim": Entry(student_t, "Student-t", "trimmed mean", {"steps": 0}),
+    "fedstudent": Entry(student_t, "Student-t", "mean weighed anew from the trimmed mean"),
     "fedmix": Entry(mixture, "mixture of K Gaussians", "responsibility-weighted means"),
     "feddrop": Entry(fixed_gates, "gates of fixed probability, drawn by the server", "gated mean"),
     "fedl1": Entry(group_lasso, "group lasso", "mean; absence is a vote for zero"),

@@ -102,6 +102,19 @@ def _said_twice(chosen: Any) -> str:
     return "" if chosen.max_parameters is None else "max_parameters says how large the network is; give one of them"
 
 
+def _whole(chosen: Any) -> str:
+    return "the size is the whole network's" if chosen.sparsity == 0 else ""
+
+
+def _optimised(chosen: Any) -> str:
+    return "with a server_optimiser the M-step is a gradient step" if chosen.server_optimiser else ""
+
+
+def _only_trimmed(chosen: Any) -> str:
+    acts = chosen.steps or chosen.precision or chosen.server_optimiser
+    return "" if acts else "with steps=0 the M-step is the trimmed mean alone, and clients are not pulled"
+
+
 def _one_component(chosen: Any) -> str:
     return "" if chosen.components > 1 else "there is only one component"
 
@@ -212,6 +225,10 @@ OfProducts = Annotated[
     bool, About("whether an adapter's mean is that of its products B A, not of its factors", idle=_without_adapters)
 ]
 Precision = Annotated[float, About("λ, the pull of a client's weights towards the server's")]
+Freedom = Annotated[float, About("ν, the degrees of freedom: the smaller, the heavier the tails", idle=_only_trimmed)]
+Scale = Annotated[float, About("s, the distance of a weight that is usual among clients", idle=_only_trimmed)]
+Trim = Annotated[float, About("the share of a cohort that is cut off at each end of every weight", idle=_optimised)]
+Steps = Annotated[int, About("how often the M-step weighs its mean anew", idle=_optimised)]
 Components = Annotated[int, About("K, the number of models that the server has")]
 Spread = Annotated[float, About("how far apart the components start; 1: as initialisations do", idle=_one_component)]
 Strength = Annotated[float, About("the strength of the group lasso, and the threshold on both sides")]
@@ -248,12 +265,14 @@ MaskModel = Annotated[
 ]
 PullOfGates = Annotated[float, About("κ, how much a client's probabilities heed the server's")]
 LaterDenseRounds = Annotated[
-    int | None, About("rounds before the first gate closes", unsaid="0; of single weights and components 20")
+    int | None,
+    About("rounds before the first gate closes", unsaid="0; of single weights and components 20", idle=_whole),
 ]
 Shrink = Annotated[
-    float | None, About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05")
+    float | None,
+    About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05", idle=_whole),
 ]
-Closing = Annotated[float, About("the share of rounds in which gates close, before the size is met")]
-Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's")]
+Closing = Annotated[float, About("the share of rounds in which gates close, before the size is met", idle=_whole)]
+Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's", idle=_whole)]
 DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
 DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]

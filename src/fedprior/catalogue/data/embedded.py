@@ -1,6 +1,10 @@
-"""The digits that ship with the package: 10,000 training and 2,000 test images of MNIST. See mnist_mini.txt."""
+"""What ships with the package: 12,000 digits of MNIST and eight plays of Shakespeare.
+
+See mnist_mini.txt and shakespeare_mini.txt.
+"""
 
 import io
+import json
 import lzma
 from functools import lru_cache
 from importlib import resources
@@ -16,10 +20,19 @@ def mnist_mini(validation: bool = False, pixels: str = "standard") -> Images:
 
     With `validation`, 8,000 training images remain, and the other 2,000 replace the test images.
     """
-    packed = resources.files("fedprior.catalogue.data").joinpath("mnist_mini.npz.xz").read_bytes()
-    arrays = np.load(io.BytesIO(lzma.decompress(packed)), allow_pickle=False)
+    arrays = np.load(io.BytesIO(_unpacked("mnist_mini.npz.xz")), allow_pickle=False)
     train, test, scale = normalise(arrays["train_x"], arrays["test_x"], pixels)
     train_y, test_y = (arrays[name].astype(np.int64) for name in ("train_y", "test_y"))
     if validation:
         return Images(train[:8000], train_y[:8000], train[8000:], train_y[8000:], scale)
     return Images(train, train_y, test, test_y, scale)
+
+
+def shakespeare_mini() -> dict[str, str]:
+    """The embedded plays, by name."""
+    plays: dict[str, str] = json.loads(_unpacked("shakespeare_mini.json.xz"))
+    return plays
+
+
+def _unpacked(name: str) -> bytes:
+    return lzma.decompress(resources.files("fedprior.catalogue.data").joinpath(name).read_bytes())

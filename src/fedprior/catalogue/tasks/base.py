@@ -14,7 +14,7 @@ from fedprior.core import keys
 from fedprior.core.errors import DataError, ModelError, SettingError, described
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.metrics import one_each, with_classes
-from fedprior.core.network import IGNORED, Loss, Metric, Network, class_dim, cross_entropy
+from fedprior.core.network import IGNORED, Loss, Metric, Network, Whole, class_dim, cross_entropy
 from fedprior.core.trainable import check_trainable
 
 
@@ -45,16 +45,16 @@ def own_task(
     *,
     name: str = "own",
     loss: Loss = cross_entropy,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Whole] | None = None,
     classes: int | None = None,
     min_examples: int = 2,
     **defaults: Any,
 ) -> Task:
     """A task from your own module and one `(x, y)` or `(x, y, test_x, test_y)` per client.
 
-    `metrics` are functions of outputs and targets that give one number per example, or a mean over examples. They are
-    recorded as `global_NAME` and `local_NAME`. `defaults` are settings of a run: rounds, batch_size, epochs,
-    clients_per_round, …
+    `metrics` are functions of outputs and targets that give one number per example, or a mean over examples; or a
+    `Whole`, for what is no mean over examples. They are recorded as `global_NAME` and `local_NAME`. `defaults` are
+    settings of a run: rounds, batch_size, epochs, clients_per_round, …
     """
     check_trainable(model)
     functions = check_metrics(metrics)
@@ -71,14 +71,14 @@ def own_task(
     return Task(name, network, data, defaults)
 
 
-def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+def check_metrics(metrics: Mapping[str, Metric | Whole] | None) -> dict[str, Metric | Whole]:
     """The user's own metrics, by names that a record can have."""
     if not isinstance(metrics, Mapping | None):
         raise SettingError("metrics must be functions by name, such as metrics={'mae': lambda outputs, targets: …}")
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"\w+", name) or name in ("loss", "accuracy", "accuracy_late"):
             raise SettingError(f"a metric needs a name of letters and digits, not loss or accuracy; got {name!r}")
-        if not callable(metric):
+        if not callable(metric) and not isinstance(metric, Whole):
             raise SettingError(f"metric {name!r} is not a function of outputs and targets")
     return dict(metrics or {})
 
@@ -137,8 +137,13 @@ def _check_shapes(network: Network, outputs: Any, y: Tensor) -> None:
     )
 
 
-def _try_metric(name: str, metric: Metric, outputs: Tensor, y: Tensor) -> None:
+def _try_metric(name: str, metric: Metric | Whole, outputs: Tensor, y: Tensor) -> None:
     try:
+        if isinstance(metric, Whole):
+            one = metric.join(metric.parts(outputs, y), torch.ones(len(y), dtype=torch.float64))
+            if not isinstance(one, Tensor) or one.dim() > 0:
+                raise ModelError(f"metric {name!r} must join its parts to one number, a tensor without dimensions")
+            return
         values = metric(outputs, y)
         if not isinstance(values, Tensor) or values.shape[:1] not in ((), (len(y),)):
             raise ModelError(f"metric {name!r} must return a tensor: one number per example, or their mean")

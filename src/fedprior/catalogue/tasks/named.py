@@ -24,6 +24,7 @@ from fedprior.catalogue.tasks import options
 from fedprior.catalogue.tasks.base import Task
 from fedprior.catalogue.tasks.loading import hold_out, load_femnist, split, tested
 from fedprior.catalogue.tasks.options import OfImages, Stored
+from fedprior.catalogue.tasks.texts import shakespeare, shakespeare_mini
 from fedprior.core.errors import SettingError
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.network import Network
@@ -93,8 +94,8 @@ def cifar100(
     *,
     clients: options.Clients = 500,
     alpha: options.Alpha = 0.1,
-    beta: float = 10.0,
-    norm: str = "group",
+    beta: options.Beta = 10.0,
+    norm: options.Norm = "group",
     stored: Stored = STORED,
 ) -> Task:
     """ResNet20 with group or batch norm on CIFAR-100, divided by Pachinko allocation: the paper's second experiment."""
@@ -116,7 +117,7 @@ def cifar100(
 def femnist(
     seed: int,
     *,
-    test_fraction: float = 0.1,
+    test_fraction: options.TestFraction = 0.1,
     stored: Stored = STORED,
 ) -> Task:
     """LeNet-5 on FEMNIST's 62 characters, one client a writer: the paper's third experiment."""
@@ -198,19 +199,19 @@ def mnist_scaffold(
 def hub_images(
     seed: int,
     *,
-    dataset: str = "",
-    image: str = "image",
-    label: str = "label",
-    train: str = "train",
-    test: str = "test",
-    subset: str = "",
-    side: int = 0,
-    model: str = "lenet5",
-    partition: str = "dirichlet",
+    dataset: options.Dataset = "",
+    image: options.ImageColumn = "image",
+    label: options.LabelColumn = "label",
+    train: options.TrainSplit = "train",
+    test: options.TestSplit = "test",
+    subset: options.Subset = "",
+    side: options.Side = 0,
+    model: options.ForImages = "lenet5",
+    partition: options.Partition = "dirichlet",
     clients: options.DividedClients = 100,
     alpha: options.DividedAlpha = 1.0,
     shards: options.DividedShards = 2,
-    column: str = "",
+    column: options.Column = "",
     stored: Stored = STORED,
 ) -> Task:
     """Any set of labelled images of the Hugging Face Hub, by name and columns, divided as `partition` says."""
@@ -272,6 +273,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     "cifar10-resnet20": _residual("cifar10-resnet20", hub.CIFAR10, _resnet20, "ResNet20 on CIFAR-10"),
     "cifar100-resnet20": _residual("cifar100-resnet20", hub.CIFAR100, _resnet20, "ResNet20 on CIFAR-100"),
     "hub": hub_images,
+    "shakespeare-mini": shakespeare_mini,
+    "shakespeare": shakespeare,
 }
 
 

@@ -12,7 +12,7 @@ from fedprior.catalogue.data.hub import Source
 from fedprior.catalogue.data.images import PIXELS, Images
 from fedprior.catalogue.data.schemes import PARTITIONS
 from fedprior.catalogue.tasks.loading import load
-from fedprior.core.options import About, Group
+from fedprior.core.options import About, Group, either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,19 @@ def _of_partitions(*names: str) -> Any:
 
 Clients = Annotated[int, About("how many clients there are")]
 Alpha = Annotated[float, About("α of Dirichlet(α), by which classes are divided; small: each client has few")]
+Beta = Annotated[float, About("β of the Pachinko allocation: how evenly a client has the classes of a superclass")]
+Norm = Annotated[str, About("the layers that normalise", ("group", "batch"))]
+TestFraction = Annotated[float, About("the share of each writer's images that are for testing")]
+Dataset = Annotated[str, About("a data set of the Hugging Face Hub, such as zalando-datasets/fashion_mnist")]
+ImageColumn = Annotated[str, About("the column of the images")]
+LabelColumn = Annotated[str, About("the column of the labels")]
+TrainSplit = Annotated[str, About("the split to train on")]
+TestSplit = Annotated[str, About("the split to test on; none: a part of the training split")]
+Subset = Annotated[str, About("the configuration of the data set, if it has several")]
+Side = Annotated[int, About("height and width to which images are brought; 0: as they are")]
+ForImages = Annotated[str, About("the network: lenet5, resnet20, resnet18 or logistic")]
+Partition = Annotated[str, About(f"how examples are divided among clients: {either(PARTITIONS)}")]
+Column = Annotated[str, About("the column of users, for partition=column")]
 Concentration = Annotated[
     float, About("Dirichlet's concentration for each class: 0.1 and 0.5 in most papers; small: each client has few")
 ]

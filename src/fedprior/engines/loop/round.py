@@ -23,10 +23,10 @@ from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree
 from fedprior.core.weighting import Share, share
 from fedprior.core.workers import Workers
-from fedprior.em import Algorithm, EStep, protocol
+from fedprior.em import Algorithm, Batches, EStep, protocol
 from fedprior.engines import ranks
 from fedprior.engines.arithmetic import using
-from fedprior.engines.attack import Attack
+from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, left_out, update
 
@@ -48,6 +48,8 @@ class Simulation:
     streamed: bool
     """Whether examples stay on the host and are copied to the device for each cohort."""
     attack: Attack | None
+    poisoned: bool
+    """Whether hostile clients train on poisoned examples."""
     hostile: Tensor
     """Which clients attack."""
     server: Tree
@@ -124,7 +126,8 @@ class Simulation:
             client = clients[places[place]]
             packet, remembered = trees.row((packets, memory), places[place])
             own = turn.of(client)
-            batches = ClientBatches(data, client, self.workload, own.key(Purpose.BATCHES))
+            batches: Batches = ClientBatches(data, client, self.workload, own.key(Purpose.BATCHES))
+            batches = Poisoned(batches, self.hostile[client]) if self.poisoned else batches
             tamper = partial(self.attack, self.hostile[client]) if self.attack else None
             with self.workers.lend() as network:
                 step, model = protocol.take_turn(

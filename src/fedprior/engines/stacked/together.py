@@ -17,14 +17,15 @@ from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.errors import DivergedError
 from fedprior.core.keys import Purpose, Turn
-from fedprior.core.metrics import each
+from fedprior.core.metrics import padded_sums
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.schedules import Rate
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
-from fedprior.em import Algorithm, EStep, protocol
+from fedprior.em import Algorithm, Batches, EStep, protocol
 from fedprior.em.lifting import lifting
 from fedprior.engines import arithmetic, ranks
+from fedprior.engines.attack import Poisoned
 from fedprior.engines.batches import CohortBatches, Extent, Places
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import Record, client_diverged, left_out, server_diverged
@@ -221,7 +222,8 @@ class Together:
         rows = (flat, turn, packets, inputs.memory, self.of_clients)
         flat, turn, packets, memory, settings = ranks.own(rows, everyone)
         examples = self._examples("train", inputs, flat)
-        batches = CohortBatches(*examples, first.workload, shape.extent, turn.key(Purpose.BATCHES))
+        batches: Batches = CohortBatches(*examples, first.workload, shape.extent, turn.key(Purpose.BATCHES))
+        batches = Poisoned(batches, self.hostile[flat]) if first.poisoned else batches
         tamper = partial(vmap(first.attack), self.hostile[flat]) if first.attack else None
         take_turn = partial(protocol.take_turn, rate=rate, tamper=tamper, vectorised=True, settings=settings)
         step, models = take_turn(self.algorithm, first.network, packets, batches, turn, memory)
@@ -285,17 +287,13 @@ class Together:
         return x, y, index.places(clients)
 
     def _scores(self, models: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
-        """[clients, measures]: sums over each client's own test examples, with its hard assignment."""
+        """[clients, measures]: each times the number of a client's own test examples, with its hard assignment."""
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:
             return torch.zeros(len(places.size), len(what.names), dtype=torch.float64, device=places.size.device)
         rows = places.padded(capacity)
         real = torch.arange(capacity, device=rows.device) < places.size[:, None]
-        with torch.no_grad():
-            found = vmap(lambda params, x, y, real: each(network, what, network.predict(params, x, real), y))(
-                models, x[rows], y[rows], real
-            )
-        return torch.where(real[:, None], found, 0.0).sum(2)
+        return padded_sums(network, what, models, x[rows], y[rows], real)
 
     # ------------------------------------------------------------------ each run as if alone
     def _show(self) -> None:

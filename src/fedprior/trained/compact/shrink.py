@@ -24,9 +24,9 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import ModelError
 from fedprior.trained.compact.fold import fold
 from fedprior.trained.compact.layers import read_columns, shrink_layer, smaller_norm
+from fedprior.units.edges import Edge
 from fedprior.units.torch_operations import CONVOLUTIONS, NORMS, name_of
 from fedprior.units.trace import Edges, find_edges
-from fedprior.units.walk import Edge
 
 TOLERANCE = 1e-5
 """How far an output may be off, relative to the largest. Sums run in a different order, so they round differently."""
@@ -62,6 +62,8 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
     try:
         shared = _with_shared_weights(module)
         found = find_edges(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
+        if heads := [layer.name for layer in found.layers.values() if layer.blocks]:
+            raise ModelError(f"{heads[0]} has attention heads")
         open_ = {
             name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters])
             for name, layer in found.layers.items()

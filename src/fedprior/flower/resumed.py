@@ -1,0 +1,55 @@
+"""What a run was asked for, kept in its folder, so that a resumed run takes everything from there.
+
+The run config of the command that resumes it cannot say that: Flower fills it with the app's defaults, and nobody can
+tell them from what was typed. The devices get that run config as well, so the server tells them what it found.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from fedprior.core.errors import RunError
+from fedprior.core.settings import MACHINE
+from fedprior.flower.job import Limits, parse_settings, with_rounds
+from fedprior.runs.folder import RunFolder
+
+log = logging.getLogger("flwr")
+OWN = frozenset({"out", "resume", "rounds"}) | {f.name.replace("_", "-") for f in fields(Limits)}
+"""The keys of a run config that belong to one command: its folder, how far it goes, how long it waits."""
+
+
+def given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run config says about what is trained: `task`, `algorithm`, `settings` and keys of the app's own."""
+    return {key: value for key, value in with_rounds(config).items() if key not in OWN}
+
+
+def asked(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run in this folder was asked for, and for how many rounds now.
+
+    Of the new command's settings only those that say where it computes are used, such as `device`.
+    """
+    found = folder.read_config()
+    if "flower" not in found:
+        raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
+    kept, now = _read(folder, found["flower"]), given({**config, "rounds": 0})
+    unused = {key: value for key, value in now.items() if key in kept and kept[key] != value}
+    if unused:
+        words = ", ".join(f"{key}={value!r}" for key, value in unused.items())
+        log.warning("%s goes on as it was started; not used: %s. More rounds: rounds=…", folder.path, words)
+    here = [f"{key}={value}" for key, value in parse_settings(now).items() if key in MACHINE]
+    if here and "settings" in kept:
+        kept["settings"] = "; ".join([str(kept["settings"]), *here])
+    return {**kept, "rounds": config.get("rounds") or found["run"]["rounds"]}
+
+
+def _read(folder: RunFolder, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The run config that the folder holds; an older version kept none."""
+    try:
+        kept = json.loads(about.get("config", "{}"))
+        if isinstance(kept, dict) and all(isinstance(value, str | int | float) for value in kept.values()):
+            return kept
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise RunError(f"{folder.config} is damaged: its run config cannot be read")
