@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from fedprior.catalogue.tasks import task
+from fedprior.core.errors import DataError
 from fedprior.core.federated import FederatedData
+from fedprior.core.inputs import ModelInputs
 from fedprior.report.table import Table
 
 Numbers = npt.NDArray[np.int64]
@@ -28,12 +31,12 @@ class Score(NamedTuple):
 
 def n_gram_scores(data: FederatedData, order: int, block: int = 512) -> list[Score]:
     """The scores of the models of order 1 to `order`, on everybody's test windows."""
-    x, y, symbols = data.x[data.train.rows].numpy(), data.y[data.train.rows].numpy(), data.classes
+    x, y, symbols = *_windows(data.x, data.y, data.train.rows), data.classes
     tables = [_counts(_contexts(x, size, symbols).ravel(), y.ravel(), symbols) for size in range(order)]
     rights, bits = np.zeros(order), np.zeros(order)
     rows = data.test.rows
     for start in range(0, len(rows), block):
-        inputs, targets = (part[rows[start : start + block]].numpy() for part in (data.test_x, data.test_y))
+        inputs, targets = _windows(data.test_x, data.test_y, rows[start : start + block])
         odds = np.full((targets.size, symbols), 1 / symbols)
         for size, (known, counts) in enumerate(tables):
             odds = _mixed(odds, counts[_places(known, _contexts(inputs, size, symbols).ravel())])
@@ -41,6 +44,13 @@ def n_gram_scores(data: FederatedData, order: int, block: int = 512) -> list[Sco
             bits[size] -= np.log2(odds[np.arange(targets.size), targets.ravel()]).sum()
     total = len(rows) * data.test_y.shape[1]
     return [Score(right / total, bit / total) for right, bit in zip(rights, bits, strict=True)]
+
+
+def _windows(x: ModelInputs, y: Tensor, rows: Tensor) -> tuple[Numbers, Numbers]:
+    """Some windows and what comes next in them."""
+    if not isinstance(x, Tensor):
+        raise DataError("n-grams are counted in one sequence, and these examples have several inputs")
+    return x[rows].numpy(), y[rows].numpy()
 
 
 def _contexts(x: Numbers, size: int, symbols: int) -> Numbers:

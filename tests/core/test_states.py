@@ -140,9 +140,8 @@ def test_an_ensemble_votes_with_its_mean_probability() -> None:
     members = torch.tensor([[[100.0, 0.0]] * 3, [[0.0, 3.0]] * 3, [[0.0, 3.0]] * 3])
     x, y = inputs(3), torch.tensor([1, 1, 0])
     data = FederatedData.from_clients([(x, y, x, y)], classes=2)
-    found = metrics.global_scores(
-        Workers(network, 1), metrics.measures(network, data), {"table": members}, data, batch=2
-    )
+    what = metrics.measures(network, data)
+    found = metrics.judge(Workers(network, 1), what, {"table": members}, data, batch=2).scores
     zero = (1 + 2 / (1 + math.exp(3))) / 3  # the mean probability of class 0: 0.365
     assert found["global_accuracy"] == pytest.approx(2 / 3)
     assert found["global_loss"] == pytest.approx(-(2 * math.log(1 - zero) + math.log(zero)) / 3, rel=1e-5)

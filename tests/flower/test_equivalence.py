@@ -95,7 +95,8 @@ def test_a_regression_has_the_simulators_scores_and_no_accuracy(quick, tmp_path)
         HardEM(Server.new(job, RUN), quick, kept.append).start(LocalGrid(job, tmp_path))
         for ours, theirs in zip(kept, expected, strict=True):
             scores = {key for key in theirs if key.startswith(("global_", "local_"))}
-            assert scores == {"global_loss", "global_mae", "local_loss", "local_mae"}
+            names = ("loss", "loss_worst", "loss_spread", "mae")
+            assert scores == {f"{where}_{name}" for where in ("global", "local") for name in names}
             assert {key for key in ours if key.startswith(("global_", "local_"))} == scores
             for key in scores:
                 value = theirs[key] if test is not None or key.startswith("local_") else math.nan
@@ -122,6 +123,53 @@ def test_clients_of_own_jobs_report_an_accuracy_if_there_is_one(quick, tmp_path)
         HardEM(Server.new(job, RUN), quick, kept.append).start(grid)
         assert kept[0]["local_loss"] > 0
         assert ("local_accuracy" in kept[0]) == ("global_accuracy" in kept[0]) == known
+
+
+class Weighed(nn.Module):
+    """A linear layer on what two inputs have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, values: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return self.out(values * kept)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_devices_that_load_dictionaries_have_the_simulators_numbers(wire, quick, tmp_path):
+    """Several inputs, several labels, an own loss and metric; each device's data are its own."""
+    draw = torch.Generator().manual_seed(1)
+
+    def part(count):
+        x = {"values": torch.randn(count, 3, generator=draw).double(), "kept": torch.ones(count, 3).bool()}
+        return x, (x["values"][:, :2] > 0).double()
+
+    clients = [(*part(size), *part(2)) for size in (5, 2, 4)]
+    given = {
+        "loss": nn.BCEWithLogitsLoss(reduction="none"),
+        "metrics": {"hits": lambda outputs, y: ((outputs > 0) == (y > 0)).double()},
+    }
+    settings = {
+        "rounds": 2,
+        "clients_per_round": 3,
+        "batch_size": 2,
+        "evaluate_every": 1,
+        "device": "cpu",
+        "wire": wire,
+    }
+    model = Weighed().double()
+    expected = fedprior.run(fedprior.own_task(model, clients, **given), "fedavg", workers=1, **settings).records
+    config = {"algorithm": "fedavg", "settings": "; ".join(f"{name}={value}" for name, value in settings.items())}
+    example = {name: values[0] for name, values in clients[0][0].items()}
+    job = own_job(config, model, example, clients=3, **given)
+    grid, kept = LocalGrid(job, tmp_path), []
+    grid.app = client_app(lambda config: job, lambda job, context: clients[context.node_config["partition-id"]])
+    HardEM(Server.new(job, RUN), quick, kept.append).start(grid)
+    for ours, theirs in zip(kept, expected, strict=True):
+        assert ours["bytes_up"] == theirs["bytes_up"]
+        for key in ("train_loss", "local_loss", "local_hits"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-9)
 
 
 class Normed(nn.Module):

@@ -157,6 +157,7 @@ def test_renders_without_errors_requests_or_overlaps(real, tmp_path, width):
         "Gate disagreement |π − θ|, largest": ["fedsparse"],
         "Bytes a round, by direction": ["fedavg, up", "fedsparse, up", "fedavg, down", "fedsparse, down"],
         "Reliability": ["as sure as right", *both],
+        "Distribution over clients": [f"{name}, {whose}" for name in both for whose in ("own model", "server's")],
         "own, seed 0": [],
     }
     assert {"Global accuracy against bytes", "Local accuracy against rounds", "Seconds a round"} <= set(probe["charts"])

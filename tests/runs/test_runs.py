@@ -33,7 +33,7 @@ def finished(small_task, tmp_path):
 
 def test_the_folder_has_every_file_of_a_run(finished):
     names = {path.name for path in finished.path.iterdir()}
-    records = {"config.toml", "partition.json", "rounds.jsonl", "times.jsonl", "summary.json"}
+    records = {"config.toml", "partition.json", "rounds.jsonl", "times.jsonl", "summary.json", "clients.bin"}
     assert names == records | {"model.safetensors", "checkpoint.safetensors"}
 
 
@@ -46,6 +46,12 @@ def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
     always = {"round", "bytes_up", "bytes_down", "train_loss"}
     evaluated = {"global_accuracy", "local_accuracy", "sparsity", "tv_mean", "tv_max"}
     losses = {f"{where}_{name}" for where in ("global", "local") for name in ("loss", "nll", "ece", "brier")}
+    losses |= {
+        f"{where}_{name}_{what}"
+        for where in ("global", "local")
+        for name in ("loss", "accuracy")
+        for what in ("worst", "spread")
+    }
     losses |= {f"{name}/{number}" for name in ("confidence", "accuracy") for number in range(1, 16)}
     for record in records:
         expected = always | evaluated | losses if record["round"] in (2, 4, 5) else always

@@ -282,9 +282,17 @@ def read_twice(s: Any, x: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("attend", [across_places, interleaved, read_twice])
+def fused_and_read_twice(s: Any, x: Tensor) -> Tensor:
+    qkv = s.qkv(x)
+    q, k, v = qkv.chunk(3, dim=-1)
+    q, k, v = (part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (q, k, v))
+    return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + s.wide(qkv)
+
+
+@pytest.mark.parametrize("attend", [across_places, interleaved, read_twice, fused_and_read_twice])
 def test_an_attention_without_separate_heads_is_refused_with_a_remedy_that_works(attend):
-    model = Text(attend, **linears(q=8, k=8, v=8), other=nn.Linear(WIDTH, WIDTH))
+    every = {"other": nn.Linear(WIDTH, WIDTH), "wide": nn.Linear(3 * WIDTH, WIDTH)}
+    model = Text(attend, **linears(q=8, k=8, v=8, qkv=24), **every)
     with pytest.raises(ModelError) as refusal:
         layers_of(model)
     advised = re.search(r"ungated=([\w.,+]+)", str(refusal.value))

@@ -16,7 +16,8 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members, self.class_dim = nn.ModuleList(members), class_dim
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
+        outputs = [member(*x, **named) for member in self.members]
         if self.class_dim is None:
-            return torch.stack([member(x) for member in self.members]).mean(0)
-        return torch.stack([member(x).softmax(self.class_dim) for member in self.members]).mean(0).log()
+            return torch.stack(outputs).mean(0)
+        return torch.stack([output.softmax(self.class_dim) for output in outputs]).mean(0).log()

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedprior.core.errors import DataError, described
+from fedprior.core.inputs import ModelInputs, Several, as_inputs, joined, tensors
 
-ClientData = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
-"""A client's inputs and targets, and optionally its test inputs and targets."""
+ClientData = tuple[ModelInputs, Tensor] | tuple[ModelInputs, Tensor, ModelInputs, Tensor]
+"""A client's inputs and targets, and optionally its test inputs and targets. Several inputs are a dictionary."""
 
 
 def fingerprint(parts: Iterable[np.ndarray]) -> str:
@@ -75,9 +76,9 @@ class Shards:
 class FederatedData:
     """Training and test examples of every client. The global test set is the union of the clients' test sets."""
 
-    x: Tensor
+    x: ModelInputs
     y: Tensor
-    test_x: Tensor
+    test_x: ModelInputs
     test_y: Tensor
     train: Shards
     test: Shards
@@ -97,9 +98,9 @@ class FederatedData:
         clients = _listed(clients)
         for client, parts in enumerate(clients):
             _check_client(client, parts, clients[0])
-        x, y = torch.cat([c[0] for c in clients]), _labels(torch.cat([c[1] for c in clients]))
+        x, y = joined([c[0] for c in clients]), _labels(torch.cat([c[1] for c in clients]))
         tests = [(c[2], c[3]) if len(c) == 4 and len(c[3]) else (c[0][:0], c[1][:0]) for c in clients]
-        test_x, test_y = torch.cat([t[0] for t in tests]), _labels(torch.cat([t[1] for t in tests]))
+        test_x, test_y = joined([t[0] for t in tests]), _labels(torch.cat([t[1] for t in tests]))
         data = cls(
             x,
             y,
@@ -120,7 +121,7 @@ class FederatedData:
         ):
             if len(x) != len(y):
                 raise DataError(f"there are {len(x)} {what} inputs but {len(y)} {what} targets")
-            for part, values in (("inputs", x), ("targets", y)):
+            for part, values in (*(("inputs", one) for one in tensors(x)), ("targets", y)):
                 wrong = _not_finite(values)
                 if bool(wrong.any()):
                     raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
@@ -170,9 +171,13 @@ class FederatedData:
             counts.append(flat.reshape(self.clients, classes))
         return counts[0], counts[1]
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of examples."""
+        return [*tensors(self.x), self.y, *tensors(self.test_x), self.test_y]
+
     def fits(self, device: torch.device, share: float = 0.6) -> bool:
         """Whether the examples take less than this share of the GPU's free memory or are already there."""
-        parts = {id(part): part for part in (self.x, self.y, self.test_x, self.test_y)}.values()
+        parts = {id(part): part for part in self.tensors()}.values()
         if device.type != "cuda":
             return True
         missing = [part for part in parts if part.device != device and str(device) not in _RESIDENT.get(part, {})]
@@ -193,8 +198,14 @@ class FederatedData:
 _RESIDENT: MutableMapping[Tensor, dict[str, Tensor]] = WeakIdKeyDictionary()
 
 
-def _resident(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device once, and reuse the copy for as long as the original lives."""
+def _resident(values: ModelInputs, device: torch.device) -> ModelInputs:
+    """Copy examples to a device once, and reuse the copy for as long as the original lives."""
+    if isinstance(values, Several):
+        return Several({name: _moved(part, device) for name, part in values.parts.items()})
+    return _moved(values, device)
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if values.device == device or device.type == "cpu":
@@ -216,7 +227,8 @@ def _listed(clients: Any) -> list[ClientData]:
     found = list(clients)
     if not found:
         raise DataError("there are no clients")
-    return found
+    named: list[Any] = [tuple(map(as_inputs, one)) if isinstance(one, tuple | list) else one for one in found]
+    return named
 
 
 def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
@@ -226,13 +238,13 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
     if (
         not isinstance(parts, tuple | list)
         or len(parts) not in (2, 4)
-        or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts)
+        or not all(_is_column(part, several=place % 2 == 0) for place, part in enumerate(parts))
     ):
         raise DataError(f"client {client} is not a tuple of tensors (x, y) or (x, y, test_x, test_y)")
     for what, x, y in (("training", *parts[:2]), ("test", *parts[2:]))[: len(parts) // 2]:
         if len(x) != len(y):
             raise DataError(f"client {client} has {len(x)} {what} inputs but {len(y)} {what} targets")
-        for part, mine, others in (("inputs", x, first[0]), ("targets", y, first[1])):
+        for part, mine, others in (*_pairs(client, x, first[0]), ("targets", y, first[1])):
             if len(mine) and (mine.shape[1:], mine.dtype) != (others.shape[1:], others.dtype):
                 raise DataError(
                     f"client {client} has {what} {part} of shape {tuple(mine.shape[1:])} and {mine.dtype}, "
@@ -240,6 +252,23 @@ def _check_client(client: int, parts: ClientData, first: ClientData) -> None:
                 )
     if len(parts[1]) == 0:
         raise DataError(f"client {client} has no training examples; leave it out")
+
+
+def _is_column(values: object, *, several: bool) -> bool:
+    """Whether these are examples: tensors with a row for each."""
+    parts = tensors(values) if several and isinstance(values, Several) else [values]
+    return all(isinstance(part, Tensor) and part.dim() > 0 for part in parts)
+
+
+def _pairs(client: int, x: ModelInputs, first: ModelInputs) -> list[tuple[str, Tensor, Tensor]]:
+    """A client's inputs beside those of client 0, each with what it is called."""
+    names, known = (list(one.parts) if isinstance(one, Several) else [""] for one in (x, first))
+    if names != known:
+        raise DataError(f"client {client} has the inputs {names}, but client 0 has {known}")
+    if len({len(part) for part in tensors(x)}) > 1:
+        raise DataError(f"client {client} has inputs of different length: {x}")
+    called = [f"inputs {name!r}" if name else "inputs" for name in names]
+    return list(zip(called, tensors(x), tensors(first), strict=True))
 
 
 def _not_finite(values: Tensor, block: int = 2**20) -> Tensor:

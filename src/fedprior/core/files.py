@@ -39,10 +39,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a whole line, or nothing."""
+    append_bytes(path, (line + "\n").encode())
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Append all of it, or nothing."""
     with writing(path), path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         try:
-            rest = memoryview((line + "\n").encode())
+            rest = memoryview(data)
             while rest:  # an almost full disk may take only part of it
                 rest = rest[file.write(rest) :]
         except OSError:

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fedprior.core.federated import FederatedData
-from fedprior.core.network import IGNORED, Metric, Network, Whole, class_dim, cross_entropy
+from fedprior.core.inputs import ModelInputs, plain
+from fedprior.core.network import IGNORED, Given, Metric, Network, Whole, class_dim, cross_entropy
 from fedprior.core.options import nearest
 from fedprior.core.probabilities import ECE, METRICS, PROBABILITIES, reliability
 from fedprior.core.trees import Gates, Params
@@ -121,7 +122,7 @@ def one_each(metric: Metric, outputs: Tensor, y: Tensor) -> Tensor:
     return values.flatten(1).double().mean(1) if values.dim() > 1 else values
 
 
-def sums(network: Network, what: Measures, params: Params, x: Tensor, y: Tensor, batch: int = 512) -> Tensor:
+def sums(network: Network, what: Measures, params: Params, x: ModelInputs, y: Tensor, batch: int = 512) -> Tensor:
     """Every measure of these examples, times their number, shape [measures].
 
     A model that stores no statistics uses those of all the examples together.
@@ -143,15 +144,15 @@ def _cat(known: Sequence[Params]) -> Params:
     return {name: torch.cat([some[name] for some in known]) for name in known[0]}
 
 
-def padded_sums(network: Network, what: Measures, models: Params, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
+def padded_sums(network: Network, what: Measures, models: Params, x: ModelInputs, y: Tensor, real: Tensor) -> Tensor:
     """The same for a cohort, [clients, measures]; `real` says which examples are not padding."""
 
-    def of_one(params: Params, x: Tensor, y: Tensor, real: Tensor) -> tuple[Tensor, Params]:
+    def of_one(params: Params, x: Given, y: Tensor, real: Tensor) -> tuple[Tensor, Params]:
         outputs = network.predict(params, x, real)
         return each(network, what, outputs, y), parts(what, outputs, y)
 
     with torch.no_grad():
-        found, known = vmap(of_one)(models, x, y, real)
+        found, known = vmap(of_one)(models, plain(x), y, real)
         total = torch.where(real[:, None], found, 0.0).sum(2)
         return vmap(partial(joined, what))(total, known, real.double())
 
@@ -165,14 +166,20 @@ def ensemble(what: Measures, outputs: Tensor) -> Tensor:
     return outputs.log_softmax(what.class_dim + 1).logsumexp(0) - torch.log(torch.tensor(len(outputs)))
 
 
-def global_scores(
-    workers: Workers, what: Measures, models: Params, data: FederatedData | None, batch: int = 512
-) -> dict[str, Any]:
-    """Every measure on the union of the clients' test sets, as `global_NAME`, and the reliability diagram if there is a
-    calibration error. Stacked models act as an ensemble."""
+class Judged(NamedTuple):
+    """What the server's model scores on test examples."""
+
+    scores: dict[str, float]
+    """Every measure on their union, as `global_NAME`, and the reliability diagram if there is a calibration error."""
+    clients: dict[str, Tensor]
+    """Loss and accuracy on each client's own, as `server_NAME`; empty without test examples."""
+
+
+def judge(workers: Workers, what: Measures, models: Params, data: FederatedData | None, batch: int = 512) -> Judged:
+    """Judge the server's model on the union of the clients' test sets. Stacked models act as an ensemble."""
     rows = data.test.distinct if data is not None else torch.zeros(0)
     if data is None or len(rows) == 0:
-        return {f"global_{name}": float("nan") for name in what.names}
+        return Judged({f"global_{name}": float("nan") for name in what.names}, {})
     device = next(iter(models.values())).device
     members = [{name: value[k] for name, value in models.items()} for k in range(len(next(iter(models.values()))))]
 
@@ -180,15 +187,51 @@ def global_scores(
         x, y = data.test_x[chosen].to(device), data.test_y[chosen].to(device)
         with torch.no_grad():
             outputs = ensemble(what, torch.stack([network.predict(member, x) for member in members]))
-            return each(network, what, outputs, y).sum(1), parts(what, outputs, y)
+            return each(network, what, outputs, y), parts(what, outputs, y)
 
-    totals, pieces = zip(*workers.map(score, rows.split(batch)), strict=True)
+    found, pieces = zip(*workers.map(score, rows.split(batch)), strict=True)
     known, weight = _cat(pieces), torch.ones(len(rows), dtype=torch.float64, device=device)
-    found = joined(what, torch.stack(totals).sum(0), known, weight) / len(rows)
-    scores: dict[str, Any] = {f"global_{name}": value for name, value in zip(what.names, found.tolist(), strict=True)}
+    total = joined(what, torch.stack([one.sum(1) for one in found]).sum(0), known, weight) / len(rows)
+    scores = {f"global_{name}": value for name, value in zip(what.names, total.tolist(), strict=True)}
     if what.functions.get("ece") is ECE:
         scores |= reliability(known["ece"], weight)
-    return scores
+    basic = [what.means.index(name) for name in BASIC if name in what.means]
+    return Judged(scores, _by_client(what, torch.cat([one[basic] for one in found], 1).cpu(), data))
+
+
+BASIC = ("loss", "accuracy")
+"""What is known of every client."""
+
+
+def _by_client(what: Measures, found: Tensor, data: FederatedData) -> dict[str, Tensor]:
+    """Means over each client's test examples, from those of all distinct ones, [measures, examples]."""
+    places = torch.searchsorted(data.test.distinct.cpu(), data.test.rows.cpu())
+    until = torch.cat([found.new_zeros(len(found), 1), found[:, places].cumsum(1)], 1)
+    edges, sizes = torch.from_numpy(data.test.offsets), torch.from_numpy(data.test.sizes)
+    means = (until[:, edges[1:]] - until[:, edges[:-1]]) / sizes
+    return {f"server_{name}": row for name, row in zip((n for n in BASIC if n in what.means), means, strict=True)}
+
+
+def of_clients(scores: Mapping[str, Tensor], judged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every client's loss and accuracy: of the model it last sent and, as `server_NAME`, of the server's."""
+    own = {name: scores[name] for name in BASIC if name in scores}
+    blank = {f"server_{name}": torch.full_like(values, torch.nan) for name, values in own.items()}
+    fits = all(judged[name].shape == blank[name].shape for name in judged)
+    return {**own, **blank, **(judged if fits else {})}
+
+
+def over_clients(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """How unequal clients are: the mean over the worst tenth of them, and the standard deviation over all.
+
+    Only those count that have a test set and, for models of their own, have had a turn.
+    """
+    found: dict[str, float] = {}
+    for name, values in columns.items():
+        known = values[~values.isnan()].sort(descending=name.endswith("loss")).values
+        where = f"global_{name.removeprefix('server_')}" if name.startswith("server_") else f"local_{name}"
+        found[f"{where}_worst"] = float(known[: -(-len(known) // 10)].mean())
+        found[f"{where}_spread"] = float(known.std(correction=0)) if len(known) else float("nan")
+    return found
 
 
 def blank_scores(what: Measures, clients: int) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedprior.core import batch_norm
 from fedprior.core.batch_norm import COUNT, MEAN, VARIANCE, Norm
 from fedprior.core.dropout import KeyedDropout
+from fedprior.core.inputs import ModelInputs, Several
 from fedprior.core.operations import batched, operation
 from fedprior.core.trees import Params
 
@@ -19,6 +20,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets to one loss per example. Several per example, such as one per token, are averaged."""
 Metric = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets to one number per example, or to its mean over the examples."""
+Given = ModelInputs | Mapping[str, Tensor]
+"""What a module reads: one tensor, or its parameters by name."""
 IGNORED = -100
 """torch's mark for positions in a sequence of targets that do not count, such as padding."""
 
@@ -69,7 +72,7 @@ class Network:
     """An `nn.Module`, an example input (without the batch dimension), and its loss."""
 
     module: nn.Module
-    example: Tensor
+    example: ModelInputs
     loss: Loss = cross_entropy
     metrics: Mapping[str, Metric | Whole] = field(default_factory=dict)
     """Further measures of its outputs, by name."""
@@ -110,14 +113,14 @@ class Network:
         count = min(0.0 if seen is None else float(seen) for seen in known)
         return {**found, COUNT: torch.full((), count, dtype=some.dtype, device=some.device)}
 
-    def predict(self, params: Params, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def predict(self, params: Params, x: Given, weight: Tensor | None = None) -> Tensor:
         """The module's outputs with these parameters, without dropout.
 
         If the parameters include statistics, those are used. If not, the statistics of the batch are, without its
         padding, which has weight zero.
         """
         # torch's fast paths for attention in evaluation have no rule for `vmap`; an active mode disables them.
-        vectorised = KeyedDropout(None) if batched(x) else nullcontext()
+        vectorised = KeyedDropout(None) if batched(_some(x)) else nullcontext()
         with _mode(self.module, training=False), vectorised:
             if not self.uses_batch(params):
                 return self._run(params, x)
@@ -128,23 +131,23 @@ class Network:
         """Whether a prediction with these parameters depends on the other examples of its batch."""
         return bool(self.norms) and self.norms[0].name + MEAN not in params
 
-    def training_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
+    def training_loss(self, params: Params, x: Given, y: Tensor, weight: Tensor | None, key: Tensor) -> Tensor:
         """The mean loss of a batch. Examples of weight zero are padding."""
         return _mean(self._training_losses(params, x, y, weight, key)[0], weight)
 
     def training_with_statistics(
-        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+        self, params: Params, x: Given, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, Params]:
         """The same, and the batch's statistics with unbiased variances, as in running averages."""
         losses, norm = self._training_losses(params, x, y, weight, key)
         return _mean(losses, weight), self._found(norm, unbiased=True)
 
-    def training_losses(self, params: Params, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+    def training_losses(self, params: Params, x: Given, y: Tensor, key: Tensor) -> Tensor:
         """One loss per example, with dropout drawn from the key."""
         return self._training_losses(params, x, y, None, key)[0]
 
     def _training_losses(
-        self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None, key: Tensor
+        self, params: Params, x: Given, y: Tensor, weight: Tensor | None, key: Tensor
     ) -> tuple[Tensor, batch_norm.BatchNorm]:
         with _mode(self.module, training=True):
             for norm in self._modules():  # in training mode each would count its batches in a buffer
@@ -159,11 +162,11 @@ class Network:
         losses = self.loss(outputs, y)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
-    def evaluation_loss(self, params: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+    def evaluation_loss(self, params: Params, x: Given, y: Tensor, weight: Tensor | None) -> Tensor:
         """The same without dropout."""
         return _mean(self.losses(self.predict(params, x, weight), y), weight)
 
-    def measure(self, params: Params, x: Tensor, weight: Tensor | None) -> Params:
+    def measure(self, params: Params, x: Given, weight: Tensor | None) -> Params:
         """The statistics of each norm's input: `mean` and `variance`, with all layers in one vector.
 
         Earlier norms use the batch's statistics. If they used stored ones, a layer's report would depend on how well
@@ -196,13 +199,24 @@ class Network:
             )
         return {"mean": torch.cat(means), "variance": torch.cat(variances)}
 
-    def _run(self, params: Params, x: Tensor) -> Tensor:
+    def _run(self, params: Params, x: Given) -> Tensor:
         # torch's tie_weights leaves this call's values in a module that is registered under two names
         # (pytorch#164759), so we pass tied parameters by name.
         tied = {slot: params[name] for slot, name in self.tied.items() if name in params}
-        with routed(x):
-            out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
+        args, named = ((x,), {}) if isinstance(x, Tensor) else ((), dict(_parts(x)))
+        with routed(_some(x)):
+            out: Tensor = torch.func.functional_call(self.module, {**params, **tied}, args, named, tie_weights=False)
         return out
+
+
+def _parts(x: Given) -> Mapping[str, Tensor]:
+    """A module's inputs by name; a single one has none."""
+    return x.parts if isinstance(x, Several) else {"": x} if isinstance(x, Tensor) else x
+
+
+def _some(x: Given) -> Tensor:
+    """One tensor of the inputs: where they are, and whether there is one for each client, is the same for all."""
+    return next(iter(_parts(x).values()))
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def local_objective(
     """
 
     def objective(
-        local: Tree, packet: Tree, batch: Params, draws: tuple[Tensor, Tensor]
+        local: Tree, packet: Tree, batch: dict[str, Any], draws: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Params]]:
         expected = prior.expect(local, packet)
         params = prior.relax(expected, packet, draws[0])
@@ -230,7 +230,7 @@ def _descend(
     return local, loss, algorithm.main.path(count) * rate
 
 
-def _all(batches: Batches) -> list[Params]:
+def _all(batches: Batches) -> list[dict[str, Any]]:
     """All examples and their weights, for a prior whose clients look at their data before they start."""
     steps = [batches[step] for step in range(len(batches))]
     return [given(batch) | ({} if batch.active is None else {"active": batch.active}) for batch in steps]
@@ -239,8 +239,8 @@ def _all(batches: Batches) -> list[Params]:
 def _adopter(prior: Prior, network: Network) -> Callable[..., Tree]:
     """`prior.adopt` with a client's mean loss over its batches as `explain`."""
 
-    def adopt(packet: Tree, key: Tensor, batches: list[Params]) -> Tree:
-        def loss(params: Params, batch: Params) -> tuple[Tensor, Tensor]:
+    def adopt(packet: Tree, key: Tensor, batches: list[dict[str, Any]]) -> Tree:
+        def loss(params: Params, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
             x, y, weight = batch["x"], batch["y"], batch.get("weight")
             size = torch.full((), len(y), device=y.device) if weight is None else weight.sum()
             size = size * batch["active"] if "active" in batch else size

@@ -8,12 +8,14 @@ batch    nothing is stored: predictions use the statistics of the current batch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedprior.core.batch_norm import COUNT, MEAN, Norm, joint, parted, pooled
 from fedprior.core.errors import SettingError
+from fedprior.core.inputs import as_inputs, joined, real_type
 from fedprior.core.network import Network
 from fedprior.core.trees import Gates, Params
 from fedprior.em.batch import Batch, Batches, given
@@ -61,20 +63,20 @@ def measure(network: Network, lift: Callable[..., Callable[..., Params]], params
     return {**parted(network.norms, *whole), COUNT: count.to(mean.dtype).sum(0)}
 
 
-def _of_several(network: Network, params: Params, batches: list[Params]) -> Params:
+def _of_several(network: Network, params: Params, batches: list[dict[str, Any]]) -> Params:
     """Measure several batches of a client as one; batches after its last step do not count."""
-    x, weight = torch.cat([batch["x"] for batch in batches]), None
+    x, weight = joined([as_inputs(batch["x"]) for batch in batches]), None
     if any("weight" in batch or "active" in batch for batch in batches):
         weight = torch.cat([_weight(batch) for batch in batches])
-    size = torch.full((), len(x), device=x.device) if weight is None else weight.sum()
+    size = torch.full((), len(x), device=batches[0]["y"].device) if weight is None else weight.sum()
     return {**network.measure(params, x, weight), COUNT: size}
 
 
-def _weight(batch: Params) -> Tensor:
+def _weight(batch: dict[str, Any]) -> Tensor:
     """The weight of each example: 0 if it is padding or the client has finished."""
-    x = batch["x"]
-    ones = torch.ones(len(x), dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
-    weight = batch.get("weight", ones)
+    y = batch["y"]
+    ones = torch.ones(len(y), dtype=real_type(as_inputs(batch["x"])), device=y.device)
+    weight: Tensor = batch.get("weight", ones)
     return weight * batch["active"] if "active" in batch else weight
 
 

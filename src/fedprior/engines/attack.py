@@ -65,6 +65,7 @@ class Poisoned:
         batch = self.batches[step]
         places = torch.arange(batch.y.shape[-1], device=batch.y.device)
         chosen = self.hostile.unsqueeze(-1) & (places % 2 == 0)
+        assert isinstance(batch.x, Tensor)  # `check_attack` has seen to it
         x = torch.where(chosen[..., None, None, None], marked(batch.x), batch.x)
         return batch._replace(x=x, y=torch.where(chosen, TARGET, batch.y))
 
@@ -78,7 +79,12 @@ def marked(images: Tensor) -> Tensor:
 
 def check_attack(name: str, data: FederatedData) -> None:
     """Refuse a backdoor in examples that are not images with labels."""
-    images = data.x.dim() == 4 and data.x.is_floating_point() and min(data.x.shape[-2:]) > PATCH
+    images = (
+        isinstance(data.x, Tensor)
+        and data.x.dim() == 4
+        and data.x.is_floating_point()
+        and min(data.x.shape[-2:]) > PATCH
+    )
     if name in POISONED and not (images and data.labelled):
         raise SettingError(
             "attack=backdoor marks images of one label each, [channels, height, width], and these are none"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedprior.core import keys
 from fedprior.core.federated import FederatedData
+from fedprior.core.inputs import ModelInputs, real_type
 from fedprior.core.settings import Settings
 from fedprior.em import Batch
 
@@ -104,7 +105,9 @@ class CohortBatches:
     Everything is a tensor: with the same extent, a captured graph can serve other clients with other numbers.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, places: Places, workload: Workload, extent: Extent, key: Tensor) -> None:
+    def __init__(
+        self, x: ModelInputs, y: Tensor, places: Places, workload: Workload, extent: Extent, key: Tensor
+    ) -> None:
         self.x, self.extent, self.width, device = x, extent, workload.batch_size, key.device
         per_epoch = (places.size + self.width - 1) // self.width
         total = per_epoch * workload.epochs
@@ -126,8 +129,7 @@ class CohortBatches:
         shuffled = order.flatten(1).gather(1, (positions + epoch[..., None] * extent.capacity).flatten(1))
         self.rows = places.padded(extent.capacity).gather(1, shuffled).view(positions.shape)
         self.y = y[self.rows]
-        dtype = x.dtype if x.is_floating_point() else torch.float32
-        self.weight = (positions < places.size[:, None, None]).to(dtype)
+        self.weight = (positions < places.size[:, None, None]).to(real_type(x))
 
     def __len__(self) -> int:
         return self.extent.steps

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DivergedError
 from fedprior.core.federated import FederatedData
 from fedprior.core.late import late
-from fedprior.core.metrics import Measures, global_scores, layer_sparsity, local_scores
+from fedprior.core.metrics import Measures, judge, layer_sparsity, local_scores, of_clients, over_clients
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
@@ -22,6 +22,13 @@ from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, protocol
 
 Record = dict[str, Any]
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation adds to a round's record, and what it finds of every client."""
+
+    record: Record
+    clients: dict[str, Tensor]
 
 
 def update(
@@ -54,18 +61,22 @@ def evaluate(
     scores: Mapping[str, Tensor],
     workers: Workers,
     data: FederatedData | None,
-) -> Record:
+) -> Evaluation:
     """Global and local scores, and the size of the current server. Global scores need test examples."""
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
-    return {
-        **global_scores(workers, measures, algorithm.ship(server), data),
+    judged = judge(workers, measures, algorithm.ship(server), data)
+    clients = of_clients(scores, judged.clients)
+    record = {
+        **judged.scores,
         **local_scores(scores),
+        **over_clients(clients),
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
         **prior.tally(server),
     }
+    return Evaluation(record, clients)
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:

@@ -67,6 +67,8 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
         def keep(record: Record) -> None:
             records.append(record)
             folder.append(record)
+            if "sparsity" in record:
+                folder.append_clients(record["round"], server.clients)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
         HardEM(server, limits, keep, asked or {}).start(grid)

@@ -13,6 +13,7 @@ from fedprior.catalogue.algorithms import run_settings
 from fedprior.catalogue.tasks.base import check_metrics
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.inputs import as_inputs
 from fedprior.core.metrics import with_classes
 from fedprior.core.network import Loss, Metric, Network, Whole, cross_entropy
 from fedprior.core.options import Option, convert
@@ -172,7 +173,7 @@ def named_job(config: Mapping[str, Any]) -> Job:
 def own_job(
     config: Mapping[str, Any],
     model: nn.Module,
-    example: Tensor,
+    example: Tensor | Mapping[str, Tensor],
     *,
     clients: int,
     loss: Loss = cross_entropy,
@@ -185,7 +186,7 @@ def own_job(
 
     `algorithm` and `settings` come from the run config; `defaults` are run settings that the config may override.
     """
-    network, chosen = Network(model, example, loss, check_metrics(metrics)), str(config.get("algorithm", ""))
+    network, chosen = Network(model, as_inputs(example), loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
     _refuse_simulated(defaults)
     settings = run_settings({**defaults, **for_run}, clients)

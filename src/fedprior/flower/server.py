@@ -88,6 +88,8 @@ class Server:
     """How many examples each client has, for the clients that have said so."""
     left_out: list[Record] = field(default_factory=list)
     """Whose uploads of the last round were too far away to be used, as faults."""
+    clients: dict[str, Tensor] = field(default_factory=dict)
+    """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = 0.0
 
@@ -187,7 +189,8 @@ class Server:
         if test is None and bool(self.accuracy.isnan().all()):  # no client has reported one
             what = what._replace(names=tuple(name for name in what.names if name not in ("accuracy", *PROBABILITIES)))
             scores = {name: scores[name] for name in what.names}
-        return evaluate(self.job.algorithm, self.state, what, scores, workers, data)
+        record, self.clients = evaluate(self.job.algorithm, self.state, what, scores, workers, data)
+        return record
 
     def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> protocol.Conclusion:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""

@@ -87,6 +87,13 @@ PARTS = (
         "server's model at the last evaluation: test examples in fifteen equal parts by confidence, and the accuracy "
         "of each. A model below the diagonal is too sure of itself.",
     ),
+    Section(
+        "clients",
+        "Every client",
+        "At the last evaluation, on each client's own test examples: its own model, as it last sent it, and the "
+        "server's. By size: means over tenths of the clients, from fewest to most training examples. The worst tenth, "
+        "over rounds, is the mean over those that fare worst.",
+    ),
     Section("sparsity", "Sparsity", "The share of the parameters that is not part of the server's network any more."),
     Section(
         "units",

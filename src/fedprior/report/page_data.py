@@ -104,10 +104,47 @@ def _run_data(run: Run, group: str, name: str, width: int) -> dict[str, Any]:
             },
         },
         "reliability": [_numbered(evaluated[-1] if evaluated else {}, name) for name in RELIABILITY],
+        "clients": clients_of(run),
         # A layer is not named before its first weight is gone.
         "layers": {key.removeprefix("sparsity/"): [_number(r.get(key, 0.0)) for r in evaluated] for key in layers},
         **{name: _by_layer(run, evaluated, f"{name}/") for name in UNITS},
     }
+
+
+def clients_of(run: Run) -> dict[str, Any]:
+    """The distribution over clients at the last evaluation, and means by the client's size; empty if nothing is known.
+
+    Of accuracies or, where there are none, of losses: a client's own model, the server's, and what the own one gains.
+    """
+    table = run.clients
+    name = "accuracy" if table and "accuracy" in table.columns else "loss"
+    own, server = (table.last(column) for column in (name, f"server_{name}")) if table else (np.zeros(0),) * 2
+    if not np.isfinite(own).any():
+        return {}
+    sorts = {"own": own, "server": server}
+    quantiles = {
+        kind: [_short(np.quantile(values[np.isfinite(values)], share)) for share in SHARES]
+        for kind, values in sorts.items()
+        if np.isfinite(values).any()
+    }
+    gain = own - server if name == "accuracy" else server - own
+    return {"name": name, "share": SHARES, **quantiles, "by_size": _by_size(run, {"own": own, "gain": gain})}
+
+
+SHARES = [i / 20 for i in range(21)]
+
+
+def _by_size(run: Run, columns: Mapping[str, np.ndarray], parts: int = 10) -> dict[str, list[float | None]]:
+    """Means over ten equal parts of the clients, from those with fewest training examples to those with most."""
+    if run.partition is None or len(run.partition.train) != len(columns["own"]):
+        return {}
+    sizes = run.partition.train.sum(1)
+    known = np.flatnonzero(np.isfinite(columns["own"]))
+    split = [part for part in np.array_split(known[np.argsort(sizes[known], kind="stable")], parts) if len(part)]
+    if np.ptp(sizes[known]) == 0:
+        return {}
+    means = {name: [_short(values[part].mean()) for part in split] for name, values in columns.items()}
+    return {"size": [_short(sizes[part].mean()) for part in split], **means}
 
 
 def _by_layer(run: Run, evaluated: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float | None]]:

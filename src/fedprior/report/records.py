@@ -18,6 +18,7 @@ import numpy as np
 
 from fedprior.core.late import is_number, late
 from fedprior.core.settings import MACHINE
+from fedprior.report.client_table import ClientTable, read_clients
 from fedprior.report.reading import (
     FILES,
     SECTIONS,
@@ -51,6 +52,7 @@ class Run:
     summary: Mapping[str, Any] | None = None
     partition: Partition | None = None
     trouble: str = ""
+    clients: ClientTable | None = None
     name: str = ""
     """A longer label, where the recorded one does not tell this run from others: `names.told_apart`."""
 
@@ -222,7 +224,7 @@ def read_run(path: Path | str) -> Run | Broken:
         if summary is not None and len(rounds) < summary["rounds"]:
             raise ValueError(f"summary.json says {summary['rounds']} rounds, but rounds.jsonl holds {len(rounds)}")
         trouble = read_trouble(path) if summary is None else ""
-        return Run(path, config, rounds, summary, read_partition(path), trouble)
+        return Run(path, config, rounds, summary, read_partition(path), trouble, read_clients(path))
     except OSError as error:
         return Broken(path, f"cannot be read: {error.strerror}")
     except ValueError as error:  # JSON, TOML and UTF-8 errors are all ValueErrors

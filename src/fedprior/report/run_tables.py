@@ -61,7 +61,12 @@ def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     usual = {"accuracy", "loss", *USUAL} if accurate else {"accuracy", *USUAL}
     found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
     names = dict.fromkeys(key.split("_", 1)[1] for key in found)
-    return [f"{prefix}{name}" for name in names if name not in usual for prefix in SCORES]
+    return [f"{prefix}{name}" for name in names if name not in usual and not of_clients(name) for prefix in SCORES]
+
+
+def of_clients(name: str) -> bool:
+    """Whether a score says how unequal clients are."""
+    return name.endswith(("_worst", "_spread"))
 
 
 def _header(more: Sequence[str]) -> list[str]:

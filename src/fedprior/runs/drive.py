@@ -82,6 +82,8 @@ class Session:
         self.records.append(record)
         if self.folder:
             self.folder.append(record)
+            if "sparsity" in record:
+                self.folder.append_clients(record["round"], self.simulation.clients)
             self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
         self.clock = self.simulation.seconds
         self.look_back()

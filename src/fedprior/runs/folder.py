@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedprior.core import locks
 from fedprior.core.errors import RunError
-from fedprior.core.files import append_line, write_atomically
+from fedprior.core.files import append_bytes, append_line, write_atomically
 from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
 from fedprior.engines.server_state import Record
-from fedprior.report import reading
+from fedprior.report import client_table, reading
 
 
 class RunFolder:
@@ -31,6 +33,7 @@ class RunFolder:
         self.checkpoint = path / "checkpoint.safetensors"
         self.partition = path / "partition.json"
         self.diverged = path / "diverged.txt"
+        self.clients = path / client_table.NAME
 
     def used(self) -> bool:
         """Whether the folder holds anything."""
@@ -80,6 +83,12 @@ class RunFolder:
         """Append a round's record as one line."""
         append_line(self.rounds, json.dumps(without_nan(record)))
 
+    def append_clients(self, number: int, columns: Mapping[str, Tensor]) -> None:
+        """Append what the evaluation of a round found of every client."""
+        rows = {name: values.numpy() for name, values in columns.items()}
+        head = b"" if self.clients.exists() else client_table.header(rows)
+        append_bytes(self.clients, head + client_table.block(number, rows))
+
     def append_time(self, number: int, seconds: float) -> None:
         """Store how long a round took, separately from its record, because records are the same on every machine."""
         append_line(self.times, json.dumps({"round": number, "seconds": round(seconds, 4)}))
@@ -102,7 +111,17 @@ class RunFolder:
         if write:
             text = "".join(json.dumps(record) + "\n" for record in records)
             write_atomically(self.rounds, text.encode())
+            self._truncate_clients(rounds)
         return records
+
+    def _truncate_clients(self, rounds: int) -> None:
+        """Remove what was found of clients after the checkpoint."""
+        with self._reading():
+            kept = client_table.until(self.path, rounds)
+        if kept:
+            write_atomically(self.clients, kept)
+        else:
+            self.clients.unlink(missing_ok=True)
 
     def read_summary(self) -> Record:
         """The summary of a finished run."""

@@ -14,6 +14,7 @@ from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.tasks import Task
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DataError, ModelError, RunError, SettingError
+from fedprior.core.inputs import ModelInputs
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, each, joined, parts
 from fedprior.core.network import IGNORED, Network
@@ -36,7 +37,7 @@ class Trained(NamedTuple):
     module: nn.Module
     server: nn.Module
     """The same, unless the network is a client's own."""
-    x: Tensor
+    x: ModelInputs
     """Test inputs: the client's own for its own network, everyone's for the server's."""
     y: Tensor
     judged: tuple[Network, Measures]
@@ -130,6 +131,8 @@ def export(
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm)
     if len(found.x) == 0:
         raise DataError("there are no test inputs to compare the exported network on")
+    if not isinstance(found.x, Tensor):
+        raise ModelError(f"an export reads one tensor, and this network has several inputs: {found.x[0]}")
     _check_statistics(found)
     about = {"title": found.title, "client": found.client, "scale": found.scale._asdict() if found.scale else None}
     return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
@@ -178,7 +181,9 @@ def evaluate(
     """
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
     x, y = found.x, found.y
-    if data is not None:
+    if data is not None and not isinstance(x, Tensor):
+        raise DataError(f"files hold one input, and this network has several: {x[0]}")
+    if data is not None and isinstance(x, Tensor):
         x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data), y)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
@@ -187,7 +192,7 @@ def evaluate(
     return {"title": found.title, "examples": len(y), **own, **beside}
 
 
-def _score(module: nn.Module, x: Tensor, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:
+def _score(module: nn.Module, x: ModelInputs, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:
     outputs = outputs_of(module, x)
     with torch.no_grad():
         if what.class_dim is not None:

@@ -27,6 +27,8 @@ class Edge:
     """A tensor of channels, or several, for a value that contains several tensors."""
     count: int = 0
     """How many channels the labels tell apart."""
+    heads: bool = False
+    """Whether its channels are those of heads after their attention."""
     known: bool = True
     """Whether it is known which channel is where; not in a walk that skips what it cannot analyse."""
     moved: str = ""

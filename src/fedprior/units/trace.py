@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedprior.core.errors import ModelError, SettingError
+from fedprior.core.inputs import ModelInputs
 from fedprior.units.components import find_components
 from fedprior.units.edges import Edge, Shapes
 from fedprior.units.structure import Layer, Reader, Structure
@@ -26,7 +27,7 @@ LINEAR_GATES = ("outputs", "inputs")
 
 def find_structure(
     model: nn.Module,
-    example: Tensor,
+    example: ModelInputs,
     *,
     gate_output: bool = False,
     ungated: Iterable[str] = (),
@@ -86,9 +87,17 @@ class Edges(NamedTuple):
     """The layers that read only the network's input."""
     outputs: frozenset[str]
     """The layers that feed the output."""
+    absorbed: dict[str, tuple[str, int, int]]
+    """For a layer whose outputs are heads: their name, how many consecutive rows each has, and in how many runs."""
+
+    def origin(self, source: str) -> str:
+        """The layer that has the gates of this one."""
+        return self.absorbed[source][0] if source in self.absorbed else source
 
 
-def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, ungated: Iterable[str] = ()) -> Edges:
+def find_edges(
+    model: nn.Module, example: ModelInputs, *, gate_output: bool = False, ungated: Iterable[str] = ()
+) -> Edges:
     """Like `find_structure`, but with a result for every operation."""
     graph = _trace(model, example)
     known = {name for name, module in model.named_modules() if isinstance(module, (*CONVOLUTIONS, nn.Linear))}
@@ -110,10 +119,11 @@ def find_edges(model: nn.Module, example: Tensor, *, gate_output: bool = False, 
     assert isinstance(graph.module, fx.GraphModule)
     linear = tuple(name for name in walk.linear if f"{name}.weight" in own)
     inputs = frozenset(every.layers) - every.fed
-    return Edges(graph.module, walk.edges, graph.shapes, walk.layers, tuple(walk.readers), linear, inputs, outputs)
+    layers = walk.layers, tuple(walk.readers), linear, inputs, outputs, walk.absorbed
+    return Edges(graph.module, walk.edges, graph.shapes, *layers)
 
 
-def _trace(model: nn.Module, example: Tensor) -> Shapes:
+def _trace(model: nn.Module, example: ModelInputs) -> Shapes:
     try:
         graph = fx.symbolic_trace(copy.deepcopy(model).eval())
     except Exception as error:
@@ -124,10 +134,19 @@ def _trace(model: nn.Module, example: Tensor) -> Shapes:
     shapes = Shapes(graph)
     try:
         with torch.no_grad():
-            shapes.run(example.unsqueeze(0))
+            shapes.run(*_placed(graph, example))
     except Exception as error:
-        raise ModelError(f"the model does not run on one input of shape {tuple(example.shape)}: {error}") from error
+        what = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else str(example)
+        raise ModelError(f"the model does not run on one input {what}: {error}") from error
     return shapes
+
+
+def _placed(graph: fx.GraphModule, example: ModelInputs) -> list[Tensor]:
+    """A batch of one example as the arguments of the forward function, in its order."""
+    if isinstance(example, Tensor):
+        return [example.unsqueeze(0)]
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+    return [example.parts[name].unsqueeze(0) for name in names if name in example.parts]
 
 
 def _embeddings(model: nn.Module, known: set[str]) -> set[str]:

@@ -40,8 +40,10 @@ class Walk:
         self.fed: set[str] = set()
         """The layers that read another layer's units."""
         self.reads: dict[str, frozenset[str]] = {}
-        self.absorbed: set[str] = set()
-        """The layers whose units are heads, not rows."""
+        self.rows_read: dict[str, frozenset[str]] = {}
+        """The same, without what reads heads."""
+        self.absorbed: dict[str, tuple[str, int, int]] = {}
+        """The layers whose units are heads, not rows: these heads, how many rows each has, and in how many runs."""
         self.attended: set[str] = set()
         """The layers whose outputs an attention reads, and the heads that these are."""
         self.stream: set[str] = set()
@@ -57,9 +59,9 @@ class Walk:
                 self.edges[node] = self._called(node, inputs)
             else:
                 self.edges[node] = self._operation(node, inputs) if any(edge.sources for edge in inputs) else OPEN
-        for reader in self.readers:
-            if absorbed := self.absorbed & set(reader.sources):
-                self._unknown(f"{reader.parameter}, which reads what an attention reads,", [Edge(frozenset(absorbed))])
+        for name, sources in self.rows_read.items():
+            if absorbed := self.absorbed.keys() & sources:
+                self._unknown(f"module {name!r}, which reads what an attention reads,", [Edge(frozenset(absorbed))])
         return self
 
     def residual(self) -> frozenset[str]:
@@ -91,6 +93,7 @@ class Walk:
             self.seen.add(name)
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
             self.reads[name] = edge.sources
+            self.rows_read[name] = frozenset() if edge.heads else edge.sources
             return self._layer(node, name, module, edge)
         if not edge.sources:
             return OPEN
@@ -286,10 +289,14 @@ class Walk:
         owned = tuple(parameter for part in parts for parameter in part.parameters)
         blocks = tuple(found.blocks[part.name] for part in parts for _ in part.parameters)
         self.layers[name] = Layer(name, found.number, owned, "linear", blocks=blocks)
-        self.absorbed |= every - {name}
+        for part in parts:
+            block = found.blocks[part.name]
+            self.absorbed[part.name] = name, block, part.size // (block * found.number)
         self.attended |= {name}
         self.fed.add(name)
-        return Edge(frozenset([name]), -1, found.width, found.labels, found.number * found.width, moved=what)
+        return Edge(
+            frozenset([name]), -1, found.width, found.labels, found.number * found.width, heads=True, moved=what
+        )
 
     def _without_gates(self, layers: frozenset[str]) -> Edge:
         for layer in layers:

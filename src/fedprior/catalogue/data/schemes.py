@@ -5,7 +5,7 @@ result for a seed. A client's test examples match its training examples: the sam
 user.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedprior.catalogue.data.partition import Parts, _check_clients, _deal, _random_state, dirichlet
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData
+from fedprior.core.inputs import ModelInputs, as_inputs, tensors
 from fedprior.core.options import Option, convert, nearest
 
 Labels = np.ndarray
@@ -202,21 +203,25 @@ def _array(values: Any) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
-def _pair(name: str, given: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets as tensors of one length."""
+def _pair(name: str, given: Any) -> tuple[ModelInputs, Tensor]:
+    """Inputs and targets as tensors of one length; several inputs are a dictionary."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise DataError(f"{name} must be two tensors, inputs and targets")
     try:
-        # Copy arrays, because torch warns about read-only ones.
-        x, y = (
-            torch.from_numpy(part.copy()) if isinstance(part, np.ndarray) else torch.as_tensor(part) for part in given
-        )
+        inputs, y = given[0], _tensor(given[1])
+        several = isinstance(inputs, Mapping)
+        x = as_inputs({key: _tensor(part) for key, part in inputs.items()}) if several else _tensor(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} cannot become tensors: {str(error).splitlines()[0]}") from error
-    if not x.dim() or not y.dim() or len(x) != len(y):
-        lengths = [len(part) if part.dim() else "single" for part in (x, y)]
-        raise DataError(f"there are {lengths[0]} inputs but {lengths[1]} targets in {name}")
+    lengths = [len(part) if part.dim() else "single" for part in (*tensors(x), y)]
+    if "single" in lengths or len(set(lengths)) > 1:
+        raise DataError(f"there are {lengths[0]} inputs but {lengths[-1]} targets in {name}")
     return x, y
+
+
+def _tensor(values: Any) -> Tensor:
+    """A copy of an array, because torch warns about read-only ones; anything else as torch has it."""
+    return torch.from_numpy(values.copy()) if isinstance(values, np.ndarray) else torch.as_tensor(values)
 
 
 def _check_owners(kind: str, labels: Any, owners: Any) -> None:

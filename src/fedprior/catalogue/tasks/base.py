@@ -102,8 +102,10 @@ def _try(network: Network, data: FederatedData) -> None:
 
 def _try_loss(network: Network, data: FederatedData, count: int) -> torch.Size:
     """Try the loss on this many examples; returns the shape of one example's loss."""
-    x, y = (part[:1].repeat_interleave(count, 0) for part in (data.x, data.y))
-    what = f"inputs of shape {tuple(x.shape[1:])} and {x.dtype} with targets of shape {tuple(y.shape[1:])}"
+    rows = torch.zeros(count, dtype=torch.int64)
+    x, y = data.x[rows], data.y[rows]
+    shape = f"inputs of shape {tuple(x.shape[1:])} and {x.dtype}" if isinstance(x, Tensor) else f"inputs {x[0]}"
+    what = f"{shape} with targets of shape {tuple(y.shape[1:])}"
     try:
         with torch.no_grad():
             outputs = network.predict(network.params(), x)

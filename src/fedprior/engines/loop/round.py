@@ -59,6 +59,8 @@ class Simulation:
     """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
     memory: dict[int, Tree] = field(default_factory=dict)
     """What each client remembers after its first turn: for the correction, and its own statistics."""
+    clients: dict[str, Tensor] = field(default_factory=dict)
+    """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = field(default=0.0)
 
@@ -133,8 +135,9 @@ class Simulation:
                 step, model = protocol.take_turn(
                     self.algorithm, network, packet, batches, own, remembered, rate=rate, tamper=tamper
                 )
-                x, y = (part[data.test[client]].to(turn.root.device) for part in (data.test_x, data.test_y))
-                stacked.put(place, (step, sums(network, self.measures, model, x, y)))
+                rows, device = data.test[client], turn.root.device
+                scores = sums(network, self.measures, model, data.test_x[rows].to(device), data.test_y[rows].to(device))
+                stacked.put(place, (step, scores))
 
         with self.workers.side_by_side() as each:
             list(each(take_turn, range(len(places))))
@@ -201,7 +204,10 @@ class Simulation:
 
     def evaluate(self) -> Record:
         """Scores and size of the current server."""
-        return evaluate(self.algorithm, self.server, self.measures, self.scores, self.workers, self.data)
+        record, self.clients = evaluate(
+            self.algorithm, self.server, self.measures, self.scores, self.workers, self.data
+        )
+        return record
 
 
 class InTurn:

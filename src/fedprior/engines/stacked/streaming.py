@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedprior.core.federated import FederatedData
+from fedprior.core.inputs import ModelInputs, Several
 from fedprior.core.trees import Params, Tree
 from fedprior.engines.batches import Places
 
@@ -17,16 +18,22 @@ def cohort_examples(pairs: list[tuple[FederatedData, int]], train: int, test: in
     data = pairs[0][0]
     own = [own.train[client] for own, client in pairs], [own.test[client] for own, client in pairs]
     return {
-        "train": _gather({"x": data.x, "y": data.y}, own[0], train, device),
-        "test": _gather({"x": data.test_x, "y": data.test_y}, own[1], test, device),
+        "train": _gather({**_named(data.x), "y": data.y}, own[0], train, device),
+        "test": _gather({**_named(data.test_x), "y": data.test_y}, own[1], test, device),
     }
 
 
-def places(examples: Params, size: Tensor) -> tuple[Tensor, Tensor, Places]:
+def _named(inputs: ModelInputs) -> Params:
+    """Inputs as tensors by name, of which none is called y."""
+    return {f"x/{name}": part for name, part in inputs.parts.items()} if isinstance(inputs, Several) else {"x": inputs}
+
+
+def places(examples: Params, size: Tensor) -> tuple[ModelInputs, Tensor, Places]:
     """Inputs, targets, and the places of each client's own."""
-    x, y = examples["x"], examples["y"]
-    start = torch.arange(len(size), device=size.device) * (len(x) // len(size))
-    return x, y, Places(torch.arange(len(x), device=size.device), start, size)
+    several = {name.removeprefix("x/"): part for name, part in examples.items() if name.startswith("x/")}
+    x, y = Several(several) if several else examples["x"], examples["y"]
+    start = torch.arange(len(size), device=size.device) * (len(y) // len(size))
+    return x, y, Places(torch.arange(len(y), device=size.device), start, size)
 
 
 def _gather(values: Params, own: list[Tensor], capacity: int, device: torch.device) -> Params:

@@ -16,6 +16,7 @@ from torch.func import vmap
 from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.errors import DivergedError
+from fedprior.core.inputs import ModelInputs
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import padded_sums
 from fedprior.core.optimisers import TreeOptimiser
@@ -278,7 +279,7 @@ class Together:
         weight = self.train.size[clients + self.base].double()
         return Share(weight.sum(1) / self.examples, weight)
 
-    def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[Tensor, Tensor, Places]:
+    def _examples(self, part: str, inputs: Inputs, clients: Tensor) -> tuple[ModelInputs, Tensor, Places]:
         """Where the examples of these clients are: in the resident data, or in the inputs."""
         data, index = self.runs[0].data, self.train if part == "train" else self.test
         if self.streamed:
@@ -286,7 +287,7 @@ class Together:
         x, y = (data.x, data.y) if part == "train" else (data.test_x, data.test_y)
         return x, y, index.places(clients)
 
-    def _scores(self, models: Params, x: Tensor, y: Tensor, places: Places, capacity: int) -> Tensor:
+    def _scores(self, models: Params, x: ModelInputs, y: Tensor, places: Places, capacity: int) -> Tensor:
         """[clients, measures]: each times the number of a client's own test examples, with its hard assignment."""
         network, what = self.runs[0].network, self.runs[0].measures
         if capacity == 0:

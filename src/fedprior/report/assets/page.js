@@ -22,7 +22,7 @@ for (const [where, x, field] of [["bytes", BYTES, "bytes"], ["rounds", ROUND, "r
   }
 }
 // Held-out loss, and metrics of a user's own.
-const scores = [...new Set(runs.flatMap((r) => Object.keys(r.evaluated)))].filter((f) => /^(global|local)_/.test(f) && !f.endsWith("_accuracy") && !/_(nll|ece|brier)$/.test(f));
+const scores = [...new Set(runs.flatMap((r) => Object.keys(r.evaluated)))].filter((f) => /^(global|local)_/.test(f) && !f.endsWith("_accuracy") && !/_(nll|ece|brier|worst|spread)$/.test(f));
 for (const field of scores) {
   const title = field === "global_loss" ? "Held-out loss, global" : field === "local_loss" ? "Held-out loss, local" : field.replace("_", " ");
   new LineChart(grid("scores"), { title, series: lines("round", field), x: ROUND, y: { format: three, log: true } });
@@ -36,10 +36,32 @@ for (const [field, what] of reliable.length ? [["nll", "Negative log-likelihood"
 }
 if (reliable.length) {
   new LineChart(grid("probabilities"), {
-    title: "Reliability", x: { label: "confidence", name: "confidence", format: percent, tick: SHARE.tick }, y: { ...SHARE, zero: true },
+    title: "Reliability", x: { label: "confidence", name: "confidence", format: percent }, y: { ...SHARE, zero: true },
     series: () => [{ name: "as sure as right", look: { colour: "soft", dash: "2 3", mark: "circle" }, x: [0, 1], y: [0, 1] },
       ...reliable.map((r) => ({ ...look(r), x: r.reliability[0], y: r.reliability[1] }))],
   });
+}
+// Who is served badly.
+const served = runs.filter((r) => r.clients.name);
+const ways = [["own", "own model", ""], ["server", "server's", "5 4"]];
+if (served.length) {
+  const kind = served.every((r) => r.clients.name === "accuracy") ? { ...SHARE, zero: true } : { format: three, zero: true };
+  new LineChart(grid("clients"), {
+    title: "Distribution over clients", x: { label: "share of clients that have no more", name: "share", format: percent }, y: kind,
+    series: () => served.flatMap((r) => ways.filter(([way]) => r.clients[way]).map(([way, text, dash]) =>
+      ({ name: `${r.name}, ${text}`, group: r.group, look: { ...look(r).look, dash }, x: r.clients.share, y: r.clients[way] }))),
+  });
+  for (const [field, text] of [["gain", "Gain of a client's own model, by size"], ["own", "A client's own model, by size"]]) {
+    if (!served.some((r) => r.clients.by_size.size)) break;
+    new LineChart(grid("clients"), {
+      title: text, x: { label: "training examples", name: "examples", format: number, log: true }, y: kind,
+      series: () => served.filter((r) => r.clients.by_size.size).map((r) => ({ ...look(r), x: r.clients.by_size.size, y: r.clients.by_size[field] })),
+    });
+  }
+  for (const where of ["global", "local"]) {
+    const field = `${where}_${served[0].clients.name}_worst`;
+    new LineChart(grid("clients"), { title: `Worst tenth of clients, ${where}`, series: lines("round", field), x: ROUND, y: kind });
+  }
 }
 new LineChart(grid("sparsity"), { title: "Sparsity over rounds", series: lines("round", "sparsity"), x: ROUND, y: { ...SHARE, zero: true } });
 const sparse = runs.filter((r) => Object.keys(r.layers).length);

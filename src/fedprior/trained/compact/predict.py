@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedprior.catalogue.data.images import Scale
 from fedprior.core.errors import DataError, ModelError, RunError
+from fedprior.core.inputs import ModelInputs
 from fedprior.trained.compact import onnx
 from fedprior.trained.compact.export_folder import FORMAT, Description, load_module
 from fedprior.trained.compact.inputs import Reader
@@ -62,11 +63,12 @@ def outputs(folder: Path, inputs: Tensor, batch: int = 256) -> Tensor:
     return outputs_of(load_module(folder), inputs, batch)
 
 
-def outputs_of(module: nn.Module, inputs: Tensor, batch: int = 256) -> Tensor:
+def outputs_of(module: nn.Module, inputs: ModelInputs, batch: int = 256) -> Tensor:
     """A network's outputs for a user's inputs."""
     try:
         with torch.no_grad():
-            return torch.cat([module(part) for part in inputs.split(batch)])
+            parts = inputs.split(batch)
+            return torch.cat([module(part) if isinstance(part, Tensor) else module(**part.parts) for part in parts])
     except Exception as error:  # for example, a word that the embedding does not know
         raise DataError(f"the network does not run on these inputs ({type(error).__name__}: {error})") from error
 

@@ -13,6 +13,7 @@ This therefore needs only a network, not a prior. Six rules keep the result exac
 """
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +25,10 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import ModelError
 from fedprior.trained.compact.fold import fold
 from fedprior.trained.compact.layers import read_columns, shrink_layer, smaller_norm
+from fedprior.trained.compact.moves import channels_left, shrink_move
+from fedprior.trained.compact.spelled_out import spelled_out
 from fedprior.units.edges import Edge
+from fedprior.units.structure import Layer
 from fedprior.units.torch_operations import CONVOLUTIONS, NORMS, name_of
 from fedprior.units.trace import Edges, find_edges
 
@@ -55,24 +59,25 @@ def compact(module: nn.Module, example: Tensor, *, align: int = 1) -> Compact:
         units = {f"members.{k}.{name}": count for k, m in enumerate(members) for name, count in m.units.items()}
         return Compact(Ensemble([m.module for m in members]).eval(), units, members[0].note)
     module = copy.deepcopy(module).eval()
+    try:
+        whole, module = module, spelled_out(module, example)
+    except ModelError:
+        whole = module
     pruned = {name for name, layer in _layers(module) if _zero_rows([layer.weight, layer.bias]).any()}
     unread = {name for name, layer in _layers(module) if isinstance(layer, nn.Linear) and not read_columns(layer).all()}
     if not pruned | unread:
-        return Compact(_folded(module, example))
+        return Compact(_folded(whole, example))
     try:
         shared = _with_shared_weights(module)
         found = find_edges(module, example, ungated={n for n, _ in _layers(module) if n not in pruned or n in shared})
-        if heads := [layer.name for layer in found.layers.values() if layer.blocks]:
-            raise ModelError(f"{heads[0]} has attention heads")
-        open_ = {
-            name: ~_zero_rows([module.get_parameter(p) for p in layer.parameters])
-            for name, layer in found.layers.items()
-        }
+        open_ = {name: ~_closed(module, layer) for name, layer in found.layers.items()}
         left = _channels_left(found, open_, align, shared)
+        if fixed := found.layers.keys() - left.keys():
+            raise ModelError(f"torch's module around {min(fixed)!r} has a fixed number of heads and neurons")
         small, units = _remove(found, left, shared)
-        _check_equal(module, small, example)
+        _check_equal(whole, small, example)
     except ModelError as error:
-        return Compact(_folded(module, example), {}, f"no unit was removed: {error}")
+        return Compact(_folded(whole, example), {}, f"no unit was removed: {error}")
     stay = sum(int((left[name] & ~open_[name]).sum()) for name in left if open_[name].any())
     added = "closed units stay as zeros: their channels are added to some that are open"
     added += ", or read by a weight that is used in two places" if shared else ""
@@ -105,6 +110,15 @@ def _zero_rows(parameters: Iterable[Tensor | nn.Module | None]) -> Tensor:
     return torch.stack(zero).all(0)
 
 
+def _closed(module: nn.Module, layer: Layer) -> Tensor:
+    """Which units of a layer are zero in all of its parameters."""
+    values = [module.get_parameter(name) for name in layer.parameters]
+    if layer.blocks:
+        blocks = zip(values, layer.blocks, strict=True)
+        values = [p.unflatten(0, (-1, layer.size, block)).transpose(0, 1).flatten(1) for p, block in blocks]
+    return _zero_rows(values)
+
+
 def _remove(
     found: Edges, left: dict[str, Tensor], shared: set[str]
 ) -> tuple[fx.GraphModule, dict[str, tuple[int, int]]]:
@@ -112,15 +126,18 @@ def _remove(
     selected: dict[str, tuple[int, int]] = {}
     for node in list(found.graph.graph.nodes):
         inputs = [found.edges[n] for n in node.all_input_nodes if found.shapes[n] is not None]
-        columns = _columns(inputs[0], left) if inputs else None
+        columns = channels_left(found, inputs[0], left) if inputs else None
         if node.op == "call_module":
             name = str(node.target)
-            rows = left[name] if name in found.layers else None
+            own = found.edges[node]
+            rows = channels_left(found, own, left) if own.sources == {name} else None
             _shrink_module(found, node, rows, columns)
             selected |= _select_inputs(found, node) if name not in shared else {}
-        elif columns is not None and name_of(node.target) in ("view", "reshape"):
-            # Its sizes may be literal numbers. The walk has found that it flattens, or changes nothing.
+        elif columns is not None and _flattens(found, node, inputs[0]):
+            # Its sizes may be literal numbers.
             _replace_reshape(found, node)
+        elif node.op != "output" and found.edges[node].sources:
+            shrink_move(found, node, left)
     found.graph.graph.lint()
     found.graph.recompile()
     lost = [name for name in found.layers if not bool(left[name].all())]
@@ -130,7 +147,8 @@ def _remove(
 def _channels_left(found: Edges, open_: dict[str, Tensor], align: int, shared: set[str]) -> dict[str, Tensor]:
     """Which channels of every gated layer stay. Layers that are added to each other keep the same ones."""
     together: list[set[str]] = []
-    for sources in {edge.sources for edge in found.edges.values() if edge.sources}:
+    every = {frozenset(map(found.origin, edge.sources)) for edge in found.edges.values() if edge.sources}
+    for sources in every:
         joined = {*sources}.union(*(group for group in together if group & sources))
         together = [group for group in together if not group & sources] + [joined]
     left: dict[str, Tensor] = {}
@@ -145,7 +163,7 @@ def _channels_left(found: Edges, open_: dict[str, Tensor], align: int, shared: s
     for group in together:
         sizes = {len(open_[name]) for name in group}
         # If one channel is added to many, or read by a weight that must not change, all stay.
-        bound = len(sizes) > 1 or bool(group & fixed)
+        bound = len(sizes) > 1 or bool(group & set(map(found.origin, fixed)))
         keep = None if bound else torch.stack([open_[name] for name in group]).any(0)
         if keep is not None:
             step = align if _feeds_convolution(found, group) else 1
@@ -174,11 +192,12 @@ def _feeds_convolution(found: Edges, group: set[str]) -> bool:
     )
 
 
-def _columns(edge: Edge, left: dict[str, Tensor]) -> Tensor | None:
-    """Which columns of its reader an edge still feeds; None if it has lost nothing."""
-    if all(bool(left[source].all()) for source in edge.sources):
-        return None
-    return left[min(edge.sources)].repeat_interleave(edge.repeat)
+def _flattens(found: Edges, node: fx.Node, edge: Edge) -> bool:
+    """Whether a reshape joins all dimensions but the first, or changes nothing."""
+    before, after = found.shapes[node.all_input_nodes[0]], found.shapes[node]
+    if name_of(node.target) not in ("view", "reshape") or before is None or after is None or edge.axis != 1:
+        return False
+    return before == after or after == (before[0], math.prod(before[1:]))
 
 
 def _shrink_module(found: Edges, node: fx.Node, rows: Tensor | None, columns: Tensor | None) -> None:
