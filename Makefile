@@ -58,5 +58,5 @@ clean:
 
 # What the tests, the deployment and an export need besides.
 .venv/tools: .venv/ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,hub,report,export,tensorboard,flower]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,hub,report,export,tensorboard,flower,privacy]'
 	@touch $@

@@ -168,8 +168,7 @@ def published(run: Run) -> list[Reference]:
         if experiment.task != run.task or experiment.rounds != len(run.rounds) or not same:
             continue
         for method in experiment.methods:
-            # Keep only the level of "FedSparse, low": a figure has little room.
-            row, name = method.paper, method.name.split(", ")[-1]
+            row, name = method.paper, method.name
             if row.gib:
                 accuracies = [cell.mean if cell else None for cell in (row.global_accuracy, row.local_accuracy)]
                 found.setdefault((row.gib.mean, *accuracies), Reference(name, row.gib.mean, *accuracies))

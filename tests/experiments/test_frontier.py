@@ -114,8 +114,10 @@ def test_table_and_figure_show_every_point():
     published = [Reference("FedAvg", 3.0, 50.0, None), Reference("FedDrop", 2.0, 51.0, 60.0)]
     figure = pareto.draw(points, published)
     lines = figure.axes[0].lines
-    crosses = next(list(line.get_xdata()) for line in lines if "the paper's" in str(line.get_label()))
-    assert crosses == [3.0, 2.0]
+    crosses = {line.get_label(): (line.get_marker(), *line.get_xdata()) for line in lines if line.get_marker() in "x+"}
+    assert crosses == {"paper: FedAvg": ("x", 3.0), "paper: FedDrop": ("+", 2.0)}
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"family 0", "float32 messages", "int4 messages", "beaten in both", "front", *crosses} <= set(said)
     drawn = {
         float(line.get_xdata()[0]): line for line in lines if len(line.get_xdata()) == 1 and line.get_marker() in "os"
     }
@@ -153,8 +155,8 @@ def test_runs_of_another_folder_are_shown_beside_and_never_twice(tmp_path: Path)
 def test_the_papers_points_match_its_table():
     run = next(run for run in find_runs(RESULTS / "cifar10").runs if run.label == "fedavg")
     points = {point.label: point for point in frontier.published(run)}
-    assert list(points) == ["FedAvg", "FedDrop", "FedL1", "low", "mid", "high"]
-    assert (points["high"].gib, points["high"].global_accuracy) == (23, 68.4)
+    assert list(points) == ["FedAvg", "FedDrop", "FedL1", *(f"FedSparse, {level}" for level in ("low", "mid", "high"))]
+    assert (points["FedSparse, high"].gib, points["FedSparse, high"].global_accuracy) == (23, 68.4)
     assert frontier.published(replace(run, rounds=run.rounds[:10])) == []
     tuned = {**run.config, "task": {**run.config["task"], "validation": True}}
     assert frontier.published(replace(run, config=tuned)) == []

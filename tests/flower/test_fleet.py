@@ -1,9 +1,14 @@
 """A fleet that nobody watches: devices that change, devices that are of no use, runs that are resumed by default."""
 
 import json
+import subprocess
+import sys
 import tomllib
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
@@ -11,7 +16,9 @@ from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 from test_faults import with_payload
 
+import fedprior
 from fedprior import RunError, SettingError
+from fedprior.core import trees
 from fedprior.flower import HardEM, Limits, Server, client_app, server_app
 from fedprior.flower.deploy import APP
 from fedprior.flower.job import parse_settings
@@ -328,3 +335,63 @@ def test_a_greeting_tells_what_a_resumed_run_was_started_with(make_job, quick, t
     assert seen == [True] * (6 + 3)
     HardEM(Server.new(job, RUN), quick).start(grid)
     assert seen[9:] == [False] * (6 + 3)
+
+
+# ---------------------------------------------------------------------- uploads that are folded in
+SCRIPT = Path(fedprior.__file__).parents[2] / "scripts" / "flower_memory.py"
+
+
+def peaks(*options):
+    """The memory of a server's process after one round and after another with more uploads."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--megabytes", "8", *options], capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the peak of a process")
+def test_the_servers_memory_does_not_grow_with_the_cohort():
+    """A dozen more uploads of 8 MB: kept, they take 96 MB more."""
+    few, many = peaks("--uploads", "4", "16", "--keep", "16")
+    assert few["folds"]
+    assert many["folds"]
+    assert many["peak_mb"] - few["peak_mb"] < 3 * 8
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedsparse", "feddrop", "fednarrow+scaffold", "fedadam"])
+def test_a_run_whose_uploads_are_folded_in_is_the_same_run(name, make_job, quick, tmp_path):
+    """In double precision, so that the two ways of adding up differ in its last bits only."""
+    job, found = make_job(name, {"clients_per_round": 4}, torch.float64, local_optimiser="SGD(lr=0.1)"), []
+    for number, keep in enumerate((quick.keep_megabytes, 1e-6)):
+        kept, server = [], Server.new(job, RUN)
+        limits = replace(quick, keep_megabytes=keep)
+        HardEM(server, limits, kept.append).start(LocalGrid(job, tmp_path / str(number)))
+        assert server.folds == bool(number)
+        found.append((kept, dict(trees.leaves(server.state))))
+    for (stacked, state), (folded, other) in [found]:
+        assert [record["clients"] for record in stacked] == [record["clients"] for record in folded]
+        assert [record["bytes_up"] for record in stacked] == [record["bytes_up"] for record in folded]
+        for path, value in state.items():
+            torch.testing.assert_close(other[path], value, rtol=1e-9, atol=1e-9)
+
+
+def test_an_algorithm_that_needs_all_uploads_says_how_much_that_is(make_job, quick, caplog):
+    server = Server.new(make_job("fedmedian", {"clients_per_round": 4}), RUN)
+    HardEM(server, replace(quick, keep_megabytes=0))
+    assert not server.folds
+    assert "fedmedian in closed form is not made of sums: a round needs 4 uploads of 0 MB at once" in caplog.text
+
+
+def test_a_refused_upload_is_not_folded_in(make_job, quick, tmp_path):
+    job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 1}, torch.float64), []
+
+    def garbage(order, reply):
+        bad = order.metadata.message_type == "train" and order.metadata.dst_node_id == 1002
+        return [with_payload(order, reply, reply.content["wire"]["message"].data, loss=1e308) if bad else reply]
+
+    for tamper, clients in ((garbage, range(6)), (None, [0, 1, 3, 4, 5])):
+        server = Server.new(job, RUN)
+        HardEM(server, replace(quick, keep_megabytes=0)).start(LocalGrid(job, tmp_path, tamper, clients))
+        found.append(dict(trees.leaves(server.state)))
+    for path, value in found[0].items():
+        torch.testing.assert_close(found[1][path], value, rtol=1e-12, atol=1e-12)

@@ -106,7 +106,8 @@ from pathlib import Path
 
 import fedprior.flower
 
-not_a_devices = {"fedprior.report", "fedprior.runs.drive", "fedprior.flower.strategy", "datasets", "requests"}
+not_a_devices = {"fedprior.report", "fedprior.runs.drive", "fedprior.flower.strategy", "fedprior.flower.server"}
+not_a_devices |= {"datasets", "requests", "flwr", "grpc", "rich", "matplotlib", "cryptography"}
 print(sorted(not_a_devices & set(sys.modules)))
 
 from fedprior.flower import Server, named_job

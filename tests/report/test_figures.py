@@ -70,7 +70,9 @@ def test_a_variant_has_its_originals_colour_and_other_dashes(groups):
     names = {label: figures.Name(label, "" if label == first else first) for label in (first, *others)}
     drawn = lines(figures.accuracy_against_bytes(groups, names).axes[0])
     assert len({line.get_color() for line in drawn.values()}) == 1
-    assert len({line.get_linestyle() for line in drawn.values()}) == 2
+    looks = {(str(line._dash_pattern), line.get_marker()) for line in drawn.values()}
+    assert len(looks) == len(groups), "curves of one colour differ"
+    assert {len(line.get_markevery()) > 1 for line in list(drawn.values())[1:]} == {True}
     alone = lines(figures.accuracy_against_bytes(groups[1:], {label: names[label] for label in others}).axes[0])
     assert len({line.get_color() for line in alone.values()}) == len(others), "without it they are methods like others"
 
@@ -85,6 +87,19 @@ def test_the_legend_names_every_line_once_and_fits_the_figure(groups):
     box = legend.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("length", [3, 14, 15, 17, 23, 30, 120])
+def test_the_legend_fits_names_of_any_length(paperlike, length):
+    groups = group_runs(find_runs(paperlike).runs)
+    names = {group.label: figures.Name(f"{group.label[:3]} {'w ' * length}"[:length]) for group in groups}
+    figure = figures.sparsity_over_rounds(groups, names)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    # And the panel is not squeezed by it.
+    assert figure.axes[0].get_window_extent().height > 0.5 * figure.dpi
 
 
 def test_the_partition_picture_has_the_shares_of_every_client():

@@ -32,6 +32,12 @@ Sparsity = Annotated[
 MaxParameters = Annotated[
     int | None, typer.Option("--max-parameters", help="The most parameters of the network; for the same.")
 ]
+Private = Annotated[
+    float | None,
+    typer.Option(
+        "--private", metavar="EPSILON", help="Differential privacy of every client with this budget ε; see clip, delta."
+    ),
+]
 Budget = Annotated[
     str | None, typer.Option("--budget", help="The most bytes for the whole run, such as 5GiB; for the same.")
 ]
@@ -93,6 +99,7 @@ class Asked:
     max_parameters: MaxParameters = None
     budget: Budget = None
     wire: Precision = None
+    private: Private = None
     device: Device = "auto"
     data_dir: DataDir = None
     tensorboard: Board = None
@@ -116,7 +123,8 @@ class Asked:
     def settings(self) -> dict[str, str]:
         """The settings of task and algorithm, and of the run as far as they are given by `--set`."""
         size = [f"{name}={value}" for name, value in self.size.items()]
-        return pairs([*all_settings(self.set_, self.data_dir, self.wire), *size])
+        private = [] if self.private is None else [f"epsilon={self.private:g}"]
+        return pairs([*all_settings(self.set_, self.data_dir, self.wire), *private, *size])
 
     @property
     def run(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def frontier_command(
 ) -> None:
     """Plot accuracy against bytes: every method with every precision of the wire, and the Pareto front.
 
-    If the paper has the same experiment, its points are drawn as crosses. Run it again with the same --out to continue:
+    If the paper has the same experiment, its points are drawn too. Run it again with the same --out to continue:
     finished runs are kept.
     """
     from fedprior.engines import ranks

@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     ATTACK = 8
     ROUNDING = 9
     COMPONENTS = 10
+    NOISE = 11
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -113,6 +114,21 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
     """Numbers strictly between 0 and 1, with 23 random bits, so that both `log(u)` and `log(1 - u)` are finite."""
     count = math.prod(shape)
     return ((_shift(bits(key, count), 41).to(dtype) + 0.5) * 2.0**-23).reshape(shape)
+
+
+def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers in float64, by Box and Muller, from 53 random bits each."""
+    count = math.prod(shape)
+    first, second = ((_shift(bits(key, 2 * count), 11).double() + 0.5) * 2.0**-53).view(2, count)
+    radius: Tensor = (-2 * first.log()).sqrt()
+    found: Tensor = radius * (2 * math.pi * second).cos()
+    return found.reshape(shape)
+
+
+def each_with(key: Tensor, population: int, rate: float) -> list[int]:
+    """Those of a population who are drawn when each is with this probability, apart from all others."""
+    drawn = _shift(bits(key, population), 11) < round(rate * 2**53)
+    return [int(one) for one in drawn.nonzero().flatten()]
 
 
 @operation

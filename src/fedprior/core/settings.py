@@ -96,6 +96,16 @@ def _nobody(run: Any) -> str:
     return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is none; give a larger share"
 
 
+def _public(run: Any) -> str:
+    return (
+        "" if run.epsilon is not None or run.noise is not None else "the run is not private; give epsilon, its budget"
+    )
+
+
+def _private(run: Any) -> str:
+    return "" if _public(run) else "the run is private, and clip bounds every upload"
+
+
 def _unused_attack(run: Any) -> str:
     return "" if run.attackers else "there are no attackers; give their share, as attackers=0.2"
 
@@ -197,8 +207,35 @@ class Settings:
             "finite, is left out and its client named in the record; 0: any: "
             "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
             least=0,
+            idle=_private,
         ),
     ] = 8.0
+    clip: Annotated[
+        float | None,
+        About(
+            "the largest distance of an upload from the server's weights; one that is farther is drawn in to it; "
+            "none: no bound, or 1 in a private run: [privacy.md](privacy.md)",
+            above=0,
+        ),
+    ] = None
+    epsilon: Annotated[
+        float | None,
+        About(
+            "the budget of [differential privacy](privacy.md) of every client: uploads are clipped, their sum has "
+            "noise, cohorts are Poisson samples, and clients count equally; none: not private",
+            above=0,
+        ),
+    ] = None
+    noise: Annotated[
+        float | None,
+        About(
+            "in private, the noise of a round as a multiple of `clip`; none: the least that epsilon allows",
+            least=0,
+        ),
+    ] = None
+    delta: Annotated[
+        float, About("in private, δ: less than one over the number of clients", above=0, below=1, idle=_public)
+    ] = 1e-5
     lr_schedule: Annotated[
         str,
         About(
@@ -280,6 +317,16 @@ class Settings:
             raise SettingError(
                 "messages are encoded only when clients train in turn: leave out messages, or set mode=in-turn"
             )
+
+    @property
+    def private(self) -> bool:
+        """Whether every client has differential privacy."""
+        return self.epsilon is not None or self.noise is not None
+
+    @property
+    def largest(self) -> float:
+        """The clip of a private run."""
+        return 1.0 if self.clip is None else self.clip
 
     @property
     def rates(self) -> Rates:

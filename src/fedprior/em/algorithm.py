@@ -16,6 +16,7 @@ from fedprior.core.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.corrections import Correction
 from fedprior.em import statistics as norm_statistics
+from fedprior.em.guard import Guard
 from fedprior.em.statistics import Statistics
 from fedprior.priors import Assignment, Prior
 from fedprior.wire import Layout, Wire
@@ -45,6 +46,8 @@ class Algorithm:
     """How the statistics of a network's norms are treated."""
     bound: float = 0.0
     """How many times as far away as usual an upload may be before it is left out; 0: any. See `reception.py`."""
+    guard: Guard | None = None
+    """How uploads are clipped and noised before the M-step; None: not at all."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """The parameters of the network for which its gates were made; None if it takes any."""
 
@@ -172,6 +175,17 @@ class Algorithm:
         shares = answers(Assignment.of(uploads["weights"], uploads), server) if answers else None
         found = norm_statistics.absorb(known, uploads["statistics"], sent, shares, self.statistics.momentum)
         return {**server, "statistics": found}
+
+    def protect(self, uploads: Tree, server: Tree, key: Tensor) -> Tree:
+        """What the server learns from: a cohort's uploads, clipped and noised if the run says so."""
+        if self.guard is None:
+            return uploads
+        layout, sent = self.uplink(server), Params()
+        section = layout.sections["weights"]
+        if section.mask is not None:
+            own = {name: gate for name, gate in uploads["gates"].items() if name not in layout.marks}
+            sent = torch.func.vmap(section.mask)(own)
+        return self.guard(uploads, sent, server, key)
 
     def answer(self, upload: Tree, extra: Tree, packet: Tree) -> Tree:
         """Add the correction's part to the upload."""

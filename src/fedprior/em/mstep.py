@@ -40,17 +40,37 @@ def m_step(
     if optimiser is None:
         assignments = lift(_realise)(uploads, server)
         solved = lift(lambda own: own.prior.solve)(assignments, absorbed, *counted)
-        return lift(lambda own: partial(_settle, own, solved=True))(absorbed, solved)
-    server, variables = absorbed, {section: server[section] for section in optimiser.values}
+        return lift(lambda own: partial(settle, own, solved=True))(absorbed, solved)
+    variables = {section: absorbed[section] for section in optimiser.values}
+    grads = ascent(algorithm, variables, absorbed, uploads, *counted, lift=lift)
+    return descend(algorithm, absorbed, grads, optimiser, rate, lift=lift)
+
+
+def ascent(
+    algorithm: Algorithm, variables: Tree, server: Tree, uploads: Tree, *weight: Tensor, lift: Lift | None = None
+) -> Tree:
+    """The gradient of −Σ_s n_s log p(φ_s | server) / Σ_s n_s in the server's variables."""
+    lift = lift or lifting(algorithm, False)
     if algorithm.prior.known_slope:
-        grads = lift(lambda own: own.prior.slope)(uploads, server, *counted)
-    else:
-        grads = gradient_of(lift(_objective))(variables, server, lift(_realise)(uploads, server), *counted)[0]
-    optimiser.load(variables)
+        return lift(lambda own: own.prior.slope)(uploads, server, *weight)
+    return gradient_of(lift(_objective))(variables, server, lift(_realise)(uploads, server), *weight)[0]
+
+
+def descend(
+    algorithm: Algorithm,
+    server: Tree,
+    grads: Tree,
+    optimiser: TreeOptimiser,
+    rate: float | Tensor,
+    lift: Lift | None = None,
+) -> Tree:
+    """One step of the server's optimisers along these gradients."""
+    lift = lift or lifting(algorithm, False)
+    optimiser.load({section: server[section] for section in optimiser.values})
     optimiser.scale(rate)
     optimiser.step(grads)
     updated = lift(lambda own: own.prior.adjust)(server, {**server, **clone(optimiser.values)})
-    return lift(lambda own: partial(_settle, own, solved=False))(server, updated)
+    return lift(lambda own: partial(settle, own, solved=False))(server, updated)
 
 
 def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Assignment]:
@@ -73,7 +93,7 @@ def _objective(algorithm: Algorithm) -> Callable[..., tuple[Tensor, Tensor]]:
     return objective
 
 
-def _settle(algorithm: Algorithm, before: Tree, after: Tree, solved: bool) -> Tree:
+def settle(algorithm: Algorithm, before: Tree, after: Tree, solved: bool) -> Tree:
     """Update the server's counts and averages after an M-step."""
     server = algorithm.prior.closures(before, after, solved)
     return algorithm.settle(server) if algorithm.average else server

@@ -24,9 +24,10 @@ from fedprior.core.weighting import Share
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.batch import Batches
 from fedprior.em.estep import EStep, Tamper, e_step
+from fedprior.em.folding import Sums, m_step_folded
 from fedprior.em.lifting import lifting
 from fedprior.em.mstep import m_step
-from fedprior.em.reception import receive
+from fedprior.em.reception import after_all, receive
 from fedprior.priors import Prior
 from fedprior.wire import Layout
 
@@ -53,9 +54,14 @@ class Conclusion(NamedTuple):
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
-def cohort(turn: Turn, population: int, count: int, attempt: int = 0) -> list[int]:
-    """The clients of a round; each further attempt to find enough gives others."""
+def cohort(turn: Turn, population: int, count: int, attempt: int = 0, *, private: bool = False) -> list[int]:
+    """The clients of a round; each further attempt to find enough gives others.
+
+    In private, `count` is how many they are on average: each is drawn apart from all others.
+    """
     key = turn.key(Purpose.COHORT)
+    if private:
+        return keys.each_with(key, population, count / population)
     return keys.choose(keys.fold(key, attempt) if attempt else key, population, count)
 
 
@@ -103,6 +109,26 @@ def take_turn(
     step = e_step(algorithm, network, packet, batches, turn, memory, tamper=tamper, rounded=rounded, rate=rate, **how)
     realise = lifting(algorithm, **how)(lambda own: own.prior.realise)
     return step, {**realise(step.upload, packet), **step.own}
+
+
+def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
+    """The upload of a client that has not moved, for a round without any."""
+    packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
+def protect(
+    algorithm: Algorithm,
+    server: Tree,
+    uploads: Tree,
+    key: Tensor,
+    *,
+    vectorised: bool = False,
+    settings: Params | None = None,
+) -> Tree:
+    """What the server (or, vectorised, those of several runs) may learn from: see `guard.py`."""
+    return lifting(algorithm, vectorised, settings)(lambda own: own.protect)(uploads, server, key)
 
 
 def conclude(
@@ -154,6 +180,22 @@ def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:
         }
         for section, values in after.items()
     }
+
+
+def conclude_folded(
+    algorithm: Algorithm,
+    server: Tree,
+    sums: Sums,
+    optimiser: TreeOptimiser | None,
+    share: Share,
+    rate: float | Tensor = 1.0,
+) -> Conclusion:
+    """`conclude` for uploads that were folded in one by one, as far as they were not left out."""
+    updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate) if sums.clients else server
+    usual = after_all(server, sums.distances)
+    updated = {**updated, **({"usual": usual} if usual else {})}
+    everyone = torch.ones(sums.clients, dtype=torch.bool)
+    return Conclusion(updated, _sound(updated, False), torch.zeros(sums.clients), everyone)
 
 
 def rehearse(

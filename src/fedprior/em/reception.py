@@ -8,6 +8,7 @@ Whoever is left out counts as if it had not answered: what remains is the cohort
 runs are stacked; then an upload that is left out is replaced by one that is kept, and weighs nothing.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -122,6 +123,35 @@ def _usual(distance: Tensor, before: Tensor, fine: Tensor) -> tuple[Tensor, Tens
     place = (size - known + (known - 1) // 2).clamp(max=size - 1)  # zeros come first
     recent = before.sort().values.gather(0, place.reshape(1))
     return torch.where(known > 0, recent, middle), middle
+
+
+# ---------------------------------------------------------------------- one by one
+def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: dict[str, list[Tensor]]) -> float:
+    """How far away an upload is that is judged as it arrives, as a multiple of the usual distance.
+
+    In a run's first round, those before it say what is usual, and the very first is taken. Its distance is added to
+    `earlier`.
+    """
+    apart = 0.0
+    for name, distance in distances(algorithm, trees.stack([upload]), server).items() if algorithm.bound else ():
+        earlier.setdefault(name, []).append(distance[0])
+        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name])
+        ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
+        apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
+    return apart
+
+
+def after_all(server: Tree, distances: dict[str, list[Tensor]]) -> Params:
+    """The medians of the last rounds, with that of a round whose uploads were judged one by one."""
+    return {
+        name: torch.cat([before[1:], _median(torch.stack(distances[name]), before)[1]])
+        for name, before in server.get(SECTION, {}).items()
+        if name in distances
+    }
+
+
+def _median(distances: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    return _usual(distances, before, torch.ones_like(distances, dtype=torch.bool))
 
 
 # ---------------------------------------------------------------------- who counts

@@ -23,6 +23,7 @@ from fedprior.engines.attack import ATTACKS, POISONED, check_attack
 from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
+from fedprior.engines.privacy import accountant_of, check_budget, check_guard, guard_of
 from fedprior.wire import Wire
 
 
@@ -30,7 +31,8 @@ def applied(settings: Settings, algorithm: Algorithm) -> Algorithm:
     """Apply settings to an algorithm: the precision of its messages, its statistics, its number of rounds."""
     statistics = Statistics(settings.statistics, settings.report_statistics, settings.statistics_momentum)
     fitted, wire = algorithm.prior.fit(settings.rounds), Wire.of(settings.wire, settings.entropy)
-    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics, bound=settings.bound)
+    bound = 0.0 if settings.private else settings.bound  # who is left out would depend on the others
+    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics, bound=bound, guard=guard_of(settings))
 
 
 def check_run(settings: Settings, algorithm: Algorithm, network: Network, clients: int, *, uneven: bool) -> None:
@@ -41,7 +43,8 @@ def check_run(settings: Settings, algorithm: Algorithm, network: Network, client
     named(settings.metrics)
     if settings.clients_per_round > clients:
         raise SettingError(f"clients_per_round is {settings.clients_per_round}, but there are only {clients} clients")
-    if settings.weighting == "examples" and uneven:
+    check_guard(settings, algorithm, network)
+    if settings.weighting == "examples" and uneven and not settings.private:
         check_takes_weight(algorithm.prior)
 
 
@@ -75,6 +78,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_attack(settings.attack, data)
+    check_budget(settings, data.clients)
     device, algorithm = device_of(settings), applied(settings, algorithm)
     # Copy the module: the user's own must keep its device and weights.
     network = replace(network, module=copied(network.module).to(device))
@@ -100,6 +104,7 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
         measures=what,
         scores=blank_scores(what, data.clients),
+        accountant=accountant_of(settings, data.clients),
     )
     mode_of(settings.mode, settings.messages, built)  # refuses impossible modes before anything is written
     return built

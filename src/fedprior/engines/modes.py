@@ -34,6 +34,8 @@ def mode_of(wanted: str, messages: str, simulation: Simulation) -> str:
     optimisers = [*algorithm.local.values(), *(algorithm.server or {}).values()]
     stuck = [f"{optimiser} counts its steps on the host" for optimiser in optimisers if not optimiser.capturable]
     stuck += [] if algorithm.prior.captured else ["its M-step waits for the device"]
+    if simulation.settings.private:
+        return "in-turn"
     if wanted != "in-turn" and not algorithm.vectorises:
         if wanted == "auto":
             return "in-turn"

@@ -20,6 +20,7 @@ from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.core.workers import Workers
 from fedprior.em import Algorithm, protocol
+from fedprior.em.folding import Sums
 
 Record = dict[str, Any]
 
@@ -34,7 +35,7 @@ class Evaluation(NamedTuple):
 def update(
     algorithm: Algorithm,
     server: Tree,
-    uploads: Tree,
+    uploads: Tree | Sums,
     optimiser: TreeOptimiser | None,
     share: Share,
     number: int,
@@ -43,10 +44,13 @@ def update(
 ) -> protocol.Conclusion:
     """Take the M-step of a round. If the new state is not finite, restore the optimiser and raise an error."""
     moments = optimiser.state() if optimiser else {}
-    if fine is None:
-        some = next(trees.leaves(uploads))[1]
-        fine = torch.ones(len(some), dtype=torch.bool, device=some.device)
-    found = protocol.conclude(algorithm, server, uploads, optimiser, share, fine, rate)
+    if isinstance(uploads, Sums):
+        found = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
+    else:
+        if fine is None:
+            some = next(trees.leaves(uploads))[1]
+            fine = torch.ones(len(some), dtype=torch.bool, device=some.device)
+        found = protocol.conclude(algorithm, server, uploads, optimiser, share, fine, rate)
     if bool(found.sound):
         return found
     if optimiser:
@@ -86,6 +90,7 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
         "rounds": len(records),
         **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
         **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
+        **({"epsilon": last["epsilon"]} if "epsilon" in last else {}),
         "bytes_up": sum(record["bytes_up"] for record in records),
         "bytes_down": sum(record["bytes_down"] for record in records),
         "sparsity": last.get("sparsity"),

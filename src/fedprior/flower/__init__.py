@@ -1,16 +1,15 @@
 """The same algorithm on real machines: Flower carries messages in our wire format.
 
 Only this package imports flwr (`pip install 'fedprior[flower]'`). See docs/deployment.md. A device imports only its own
-half: what the server needs is loaded when it is asked for.
+half: what the server needs is loaded when it is asked for, and Flower when an app is built.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-try:
-    import flwr as flwr
-except ImportError as error:
-    raise ImportError("fedprior.flower needs Flower: pip install 'fedprior[flower]'") from error
+if find_spec("flwr") is None:
+    raise ImportError("fedprior.flower needs Flower: pip install 'fedprior[flower]'")
 
 from fedprior.flower.client import client_app, client_number
 from fedprior.flower.job import Job, Limits, named_job, own_job

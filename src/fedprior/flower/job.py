@@ -106,6 +106,9 @@ class Limits:
     aggregate_at: float = 1.0
     """The share of the cohort whose good replies close the round; the work of the others is then not used."""
     poll_seconds: float = 1.0
+    keep_megabytes: float = 512.0
+    """If the uploads of a cohort take more, each is folded into the M-step when it arrives, where that is made of sums;
+    if they take less, all are kept until the round closes, and the result is the simulator's to the last bit."""
     max_examples: int = 1_000_000
     """The most examples a client may claim: with `weighting=examples`, its upload counts that many times."""
     max_loss: float = 1e6
@@ -117,7 +120,7 @@ class Limits:
         for name in ("round_seconds", "start_seconds", "poll_seconds", "attempts", "max_examples", "max_loss"):
             if not getattr(self, name) > 0:
                 raise SettingError(f"{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
-        for name in ("min_replies", "wait_for", "quarantine_after", "over_select"):
+        for name in ("min_replies", "wait_for", "quarantine_after", "over_select", "keep_megabytes"):
             if not getattr(self, name) >= 0:
                 raise SettingError(f"{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
         if not 0 < self.aggregate_at <= 1:

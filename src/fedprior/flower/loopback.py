@@ -84,7 +84,9 @@ class Loopback:
         secure = [f"--ssl-{option}={self.certificates / name}" for option, name in files.items()]
         kind = ["--simulation", "--insecure"] if self.simulation else ["--enable-supernode-auth", *secure]
         database = f"--database={self.folder / 'superlink.db'}"
-        self._spawn("superlink", ["flower-superlink", *kind, database, f"--host={HOST}", f"--port={self.port}"])
+        self._spawn(
+            "superlink", [program("flower-superlink"), *kind, database, f"--host={HOST}", f"--port={self.port}"]
+        )
         scheme = "http" if self.simulation else "https"
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
         deadline = time.monotonic() + START_SECONDS
@@ -99,15 +101,15 @@ class Loopback:
         raise RunError(f"the SuperLink did not start; see {self.folder / 'superlink.log'}")
 
     def start_node(self, number: int) -> None:
-        """Start a device that acts as the client with this number."""
-        key = self.certificates / f"node-{number}"
+        """Start a device that acts as the client with this number: a warm one where there is `fork`."""
+        warm = sys.platform == "linux"
         self._spawn(
             f"node-{number}",
             [
-                "flower-supernode",
+                *([sys.executable, "-m", "fedprior.flower.device"] if warm else [program("flower-supernode")]),
                 f"--root-certificates={self.certificates / 'ca.pem'}",
                 f"--superlink={HOST}:{self.link_port}",
-                f"--auth-supernode-private-key={key}",
+                f"--auth-supernode-private-key={self.certificates / f'node-{number}'}",
                 f"--port={self.node_ports[number]}",
                 f"--node-config=partition-id={number}",
             ],
@@ -116,7 +118,7 @@ class Loopback:
     def kill(self, name: str) -> None:
         """Simulate a power failure: send SIGKILL to the process and everything it started."""
         process = self.processes.pop(name)
-        _end(process, groups(process.pid), patience=0)
+        _end(process, groups_of(process.pid), patience=0)
 
     def run(self, app: Path, config: Mapping[str, Any]) -> str:
         """Submit the app and return the id of its run."""
@@ -145,7 +147,7 @@ class Loopback:
     def flwr(self, *arguments: str) -> str:
         """Call the `flwr` command as a user would."""
         done = subprocess.run(
-            [_program("flwr"), *arguments], env=self._environment("cli"), capture_output=True, text=True, check=False
+            [program("flwr"), *arguments], env=self._environment("cli"), capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RunError(f"flwr {' '.join(arguments[:2])} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
@@ -156,7 +158,7 @@ class Loopback:
         with _patient():
             nodes = [name for name in self.processes if name != "superlink"]
             for names in (nodes, [name for name in self.processes if name not in nodes]):
-                groups = {name: groups(self.processes[name].pid) for name in names}
+                groups = {name: groups_of(self.processes[name].pid) for name in names}
                 for name in names:
                     if self.processes[name].poll() is None:
                         self.processes[name].send_signal(signal.SIGTERM)
@@ -167,7 +169,7 @@ class Loopback:
         """Start a process in its own group, so that we can end it with its children and only we receive Ctrl-C."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [_program(command[0]), *command[1:]],
+                command,
                 env=self._environment(name),
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
@@ -201,7 +203,7 @@ def _end(process: subprocess.Popen[bytes], groups: set[int], patience: float = 1
     process.wait()
 
 
-def groups(pid: int) -> set[int]:
+def groups_of(pid: int) -> set[int]:
     """Return the groups of our process and of all that it has started: a SuperLink's executor has its own group."""
     try:
         listed = subprocess.run(["ps", "-Ao", "pid=,ppid=,pgid="], capture_output=True, text=True, check=True).stdout
@@ -239,7 +241,7 @@ def end_on_signals() -> None:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
     """Find a program in this Python's environment, which need not be on the path."""
     found = Path(sys.executable).parent / name
     return str(found) if found.exists() else name

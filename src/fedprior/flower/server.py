@@ -21,6 +21,8 @@ from fedprior.core.trees import Tree
 from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
+from fedprior.em.folding import Sums, fold, obstacle
+from fedprior.em.reception import one_apart
 from fedprior.engines.build import device_of
 from fedprior.engines.server_state import Record, evaluate, final_model, floored, left_out, totals, update
 from fedprior.flower.job import Job
@@ -40,6 +42,8 @@ class Upload(NamedTuple):
     """Mean and maximum of |π − θ| over gates; None if there are none."""
     floored: tuple[str, ...] = ()
     """Layers in which the floor kept one of the client's units."""
+    apart: float = 0.0
+    """Where uploads are folded in: how far away it was, as a multiple of the usual distance."""
     forgot: bool = False
     """Whether the client has lost its memory of earlier turns."""
 
@@ -66,6 +70,8 @@ class Round:
     """Packets by client; −1 stands for the one that all clients get."""
     spoken: dict[int, protocol.Spoken] = field(default_factory=dict)
     """The same packets before they are encoded as bytes."""
+    sums: Sums | None = None
+    """What the uploads so far add up to, if each is folded in when it arrives."""
 
 
 @dataclass
@@ -92,6 +98,8 @@ class Server:
     """What the last evaluation found of every client, by column."""
     round: int = 0
     seconds: float = 0.0
+    folds: bool = False
+    """Whether each upload is folded in when it arrives, instead of keeping all of a round."""
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
@@ -113,7 +121,8 @@ class Server:
         """Open the next round."""
         server, algorithm = self.job.algorithm.prior.prune(self.state), self.job.algorithm
         number = self.round + 1
-        return Round(number, Turn(self.root, number), server, algorithm.downlink(server), algorithm.uplink(server))
+        down, up, sums = algorithm.downlink(server), algorithm.uplink(server), Sums() if self.folds else None
+        return Round(number, Turn(self.root, number), server, down, up, sums=sums)
 
     def packet(self, turn: Round, client: int) -> bytes:
         """Return this round's packet for a client. If all clients get the same, there is one packet for all."""
@@ -128,6 +137,29 @@ class Server:
         """Read an upload, or raise a WireError. Its length is checked before anything is allocated for it."""
         coded = wire.decode(data, turn.up, turn.number, self.root.device)
         return protocol.hear(coded, turn.up, self._speak(turn, client).said if turn.up.precision else None)
+
+    def receive(self, turn: Round, upload: Upload) -> Upload:
+        """Take an upload that has passed all checks: fold it in, if uploads are not kept until the round closes."""
+        if turn.sums is None:
+            return upload
+        weight = upload.examples if self.job.settings.weighting == "examples" else 1
+        apart = one_apart(self.job.algorithm, turn.server, upload.message, turn.sums.distances)
+        if apart <= self._most:
+            fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
+        return upload._replace(message={}, apart=apart)
+
+    @property
+    def _most(self) -> float:
+        return self.job.algorithm.bound or math.inf
+
+    def fold_above(self, size: float, cohort: int) -> str:
+        """Fold in uploads one by one if those of a cohort would take more bytes than `size`. Return what stands in the
+        way, if anything does."""
+        weights = self.state["weights"]
+        of_one = sum(value.numel() * value.element_size() for value in weights.values())
+        why = obstacle(self.job.algorithm, self.state) if cohort * of_one > size else ""
+        self.folds = cohort * of_one > size and not why
+        return f"{why}: a round needs {cohort} uploads of {of_one / 1e6:.0f} MB at once" if why else ""
 
     def _speak(self, turn: Round, client: int) -> protocol.Spoken:
         """Return the packet for a client. A rounded upload refers to it as well."""
@@ -145,11 +177,13 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        found = self._m_step(turn, trees.stack([upload.message for upload in uploads.values()]), examples)
+        found = self._m_step(turn, uploads)
         self.state, self.examples = found.server, self.examples | examples
-        self.left_out = left_out(list(uploads), found.apart.tolist(), job.algorithm.bound)
+        apart = found.apart.tolist() if turn.sums is None else [upload.apart for upload in uploads.values()]
+        self.left_out = left_out(list(uploads), apart, job.algorithm.bound)
         turn.faults += self.left_out
-        used = {client: one for (client, one), kept in zip(uploads.items(), found.kept.tolist(), strict=True) if kept}
+        far = {fault["client"] for fault in self.left_out}
+        used = {client: upload for client, upload in uploads.items() if client not in far}
         for client, upload in used.items():
             self.accepted[client] = turn.number
             for name, values in self.scores.items() if upload.scores else ():
@@ -192,15 +226,18 @@ class Server:
         record, self.clients = evaluate(self.job.algorithm, self.state, what, scores, workers, data)
         return record
 
-    def _m_step(self, turn: Round, uploads: Tree, examples: Mapping[int, int]) -> protocol.Conclusion:
+    def _m_step(self, turn: Round, uploads: Mapping[int, Upload]) -> protocol.Conclusion:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
+        counted = {client: one for client, one in uploads.items() if turn.sums is None or one.apart <= self._most}
+        examples = {client: one.examples for client, one in counted.items()}
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
         usual = round(sum(known.values()) / len(known))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
-        counted = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
+        part = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
-        return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
+        sent = turn.sums or trees.stack([upload.message for upload in uploads.values()])
+        return update(self.job.algorithm, turn.server, sent, self.optimiser, part, turn.number, rate)
 
     def model(self) -> nn.Module:
         """Return the user's module with the server's weights, pruned; or an ensemble if the server has several."""

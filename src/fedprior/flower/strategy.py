@@ -4,6 +4,7 @@ This is not a subclass of Flower's FedAvg, which averages arrays of equal shape:
 holds the server's whole state and does not use Flower's `arrays` argument.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +46,9 @@ class HardEM(Strategy):
         """What a resumed run was started with. Devices know only the run config of the command that resumes it."""
         self.min_replies = limits.needed(server.job.settings.clients_per_round)
         self.roster = Roster(limits.quarantine_after)
+        cohort = limits.asked(server.job.settings.clients_per_round)
+        if why := server.fold_above(limits.keep_megabytes * 1e6, cohort):
+            log.warning("%s", why)
         self._open()
 
     def _open(self) -> None:
@@ -107,9 +111,7 @@ class HardEM(Strategy):
         """Yield what arrives until there are enough good replies or time is up; what is there already counts, too."""
         deadline = time.monotonic() + self.limits.round_seconds
         while waiting and time.monotonic() < deadline:
-            for reply in _pull(grid, dict(waiting)):
-                waiting.pop(reply.metadata.reply_to_message_id, None)
-                yield reply
+            yield from _pull(grid, waiting)
             if self._enough():
                 return
             if waiting:
@@ -211,7 +213,7 @@ class HardEM(Strategy):
                 if again:
                     raise WireError("a second reply to the same message")
                 answered.add(name)
-                self.found[client] = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
+                self.found[client] = self._read(client, reply)
                 self.roster.trust(node)
             except Exception as error:  # whatever a foreign machine sends, the run goes on with the others
                 self._fault(node, client, error)
@@ -219,11 +221,19 @@ class HardEM(Strategy):
                     self.roster.clients.pop(node, None)
                 elif name in expected and not again and self.roster.refuse(node, time.monotonic()):
                     self._quarantine(node, client)
+            del reply  # it may be as large as the model, and the next one is on its way
+            if self.server.folds:
+                gc.collect()  # Flower's records refer to themselves, and the collector does not know how large they are
         self._without([node for name, node in expected.items() if name not in answered])
         # Use the cohort's order, not the order of arrival: a sum of floats depends on it.
         self.good |= {client: self.found[client] for client in self.cohort if client in self.found}
         self.sent, self.found = [], {}
         return None, None
+
+    def _read(self, client: int, reply: Message) -> Upload:
+        """Check a reply, and take its upload. Nothing else may hold on to that, or memory grows with the cohort."""
+        upload = messages.read_answer(_content(reply), client, self.server, self.turn, self.limits)
+        return self.server.receive(self.turn, upload)
 
     def _without(self, nodes: list[int]) -> None:
         """Go on without these nodes, which have not answered, and do not ask them until they answer a greeting: they
@@ -285,23 +295,27 @@ def _push(grid: Grid, messages: list[Message]) -> dict[str, Message]:
     return {str(name): message for name, message in zip(names, messages, strict=False) if name}
 
 
-def _pull(grid: Grid, waiting: Mapping[str, Message]) -> Iterator[Message]:
-    """Yield the replies that have come back, pulled one message at a time: each may be as large as the model.
+def _pull(grid: Grid, waiting: dict[str, Message]) -> Iterator[Message]:
+    """Yield the replies that have come back, pulled one message at a time: each may be as large as the model. What has
+    been answered is no longer waited for.
 
     Flower unpacks a reply while pulling it, guided by the reply itself. If one cannot be unpacked, all replies pulled
     with it are lost. If one names another message, it would pass for another node's reply.
     """
-    for name, message in waiting.items():
+    for name, message in list(waiting.items()):
         try:
-            for reply in grid.pull_messages([name]):
-                if reply.metadata.reply_to_message_id != name:
-                    raise WireError("the reply says that it answers another message")
-                yield reply
+            replies = list(grid.pull_messages([name]))
+            if any(reply.metadata.reply_to_message_id != name for reply in replies):
+                raise WireError("the reply says that it answers another message")
         except httpx.HTTPError:  # the fault of our own SuperLink, not of the node
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, WireError) else f"the reply cannot be unpacked: {error!r}"
-            yield Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
+            replies = [Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)]
+        if replies:
+            del waiting[name]
+        while replies:  # nothing here holds on to a reply that has been read
+            yield replies.pop(0)
 
 
 def _content(reply: Message) -> RecordDict:

@@ -56,10 +56,13 @@ class Prior:
     """The sections of the server's state that every client is told, unless `broadcast` says something else."""
 
     def __init_subclass__(cls) -> None:
-        """A slope belongs to the density that it was derived from: one who changes that alone inherits none."""
+        """A slope belongs to the density that it was derived from, and evidence to a closed form: one who changes that
+        alone inherits none."""
         super().__init_subclass__()
         if {"density", "terms", "realise"} & vars(cls).keys() and not {"slope", "known_slope"} & vars(cls).keys():
             cls.known_slope = False
+        if {"solve", "realise"} & vars(cls).keys() and not {"evidence", "conclude", "additive"} & vars(cls).keys():
+            cls.additive = False
 
     def check(self) -> None:
         """Refuse settings out of range. Call this when an algorithm is built: later, scalars may be tensors."""
@@ -122,6 +125,18 @@ class Prior:
         """The closed-form M-step, if there is one: the server that maximises Σ_s n_s log p(φ_s) over stacked
         assignments. `weight` is n_s, the examples behind each; None if all count equally. See `weighting.py`."""
         raise NotImplementedError(f"{type(self).__name__} has no M-step in closed form")
+
+    additive: bool = False
+    """Whether that M-step needs of a cohort only the mean of `evidence`. A deployed server then folds in each upload
+    when it arrives, and its memory does not grow with the cohort: see `em/folding.py`."""
+
+    def evidence(self, assignment: Assignment, server: Tree) -> Tree:
+        """What one client's assignment says, to be averaged by n_s."""
+        return {"weights": assignment.weights}
+
+    def conclude(self, evidence: Tree, server: Tree, clients: int) -> Tree:
+        """`solve` from the mean evidence of so many clients."""
+        return {**server, "weights": evidence["weights"]}
 
     captured: bool = True
     """Whether a CUDA graph can hold the server's side, which must then not wait for the device."""
@@ -206,6 +221,13 @@ class Prior:
     def sent(self, gates: Gates, state: Tree) -> Params:
         """Which weights an upload with these gates holds; `state` as in `uplink`."""
         return self.support(gates)
+
+    def exposes(self) -> str:
+        """What the server learns from clients' data beside the mean of their weights, in words; empty if nothing.
+
+        A private run protects that mean alone.
+        """
+        return f"the M-step of {type(self).__name__} is not a mean of weights"
 
     # ------------------------------------------------------------------ what a user is told
     def cautions(self, rounds: int) -> list[str]:

@@ -111,6 +111,15 @@ class BernoulliMask(Prior):
         belief = {layer: share * (2 * mean(z, weight) - 1) for layer, z in assignments.gates.items()}
         return {**server, "belief": belief}
 
+    additive = True
+
+    def evidence(self, assignment: Assignment, server: Tree) -> Tree:
+        return {"votes": assignment.gates}
+
+    def conclude(self, evidence: Tree, server: Tree, clients: int) -> Tree:
+        share = clients / (clients + self.pseudo_votes)
+        return {**server, "belief": {layer: share * (2 * votes - 1) for layer, votes in evidence["votes"].items()}}
+
     def predict(self, server: Tree) -> Params:
         theta = self.gates(server)
         if self.model == "mode":

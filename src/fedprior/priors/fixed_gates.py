@@ -28,6 +28,9 @@ class FixedGates(GlobalGates):
     per_client = True
     scalars = ("precision",)
 
+    def exposes(self) -> str:
+        return "every client has its own sub-network, so how many sent a weight shows who took part"
+
     def check(self) -> None:
         for layer, rate in self.rates.items():
             if not 0 <= rate < 1:

@@ -29,6 +29,21 @@ def gated_mean(sent: Params, assignments: Assignment, server: Tree, weight: Tens
     return means
 
 
+def gated_evidence(sent: Params, assignment: Assignment) -> Tree:
+    """What one client says about a gated mean: z φ and z."""
+    weights = {name: value * sent[name] if name in sent else value for name, value in assignment.weights.items()}
+    return {"weights": weights, "sent": sent}
+
+
+def mean_of_evidence(evidence: Tree, server: Tree) -> Params:
+    """The gated mean: of z φ, divided by that of z."""
+    means = dict(evidence["weights"])
+    for name, sent in evidence["sent"].items():
+        known = sent > 0
+        means[name] = torch.where(known, means[name] / torch.where(known, sent, 1.0), server["weights"][name])
+    return means
+
+
 def gated_layout(
     gating: Gating, state: Tree, mask: Callable[[Gates], Params], extra: Mapping[str, Section] | None = None
 ) -> Layout:
@@ -65,6 +80,9 @@ class LocalGates(Gated):
     groups, whose gates are open, so they are sent. Columns that read a unit which the *server* has pruned have no
     effect and no gradient, so they do not travel.
     """
+
+    def exposes(self) -> str:
+        return "clients choose gates, and which they choose depends on their data; fednarrow's are the server's"
 
     def sent(self, gates: Gates, state: Tree) -> Params:
         own = self.gating.rows(gates)
@@ -114,6 +132,14 @@ class GlobalGates(Gated):
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         sent = torch.func.vmap(self.gating.mask)(assignments.gates)
         return {**server, "weights": gated_mean(sent, assignments, server, weight)}
+
+    additive = True
+
+    def evidence(self, assignment: Assignment, server: Tree) -> Tree:
+        return gated_evidence(self.gating.mask(assignment.gates), assignment)
+
+    def conclude(self, evidence: Tree, server: Tree, clients: int) -> Tree:
+        return {**server, "weights": mean_of_evidence(evidence, server)}
 
     def expect(self, local: Tree, packet: Tree) -> Assignment:
         return Assignment(local["weights"], packet["gates"])

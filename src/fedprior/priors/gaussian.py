@@ -31,7 +31,10 @@ class Gaussian(Prior):
     def temper(self) -> Mapping[str, float]:
         return {"density": self.precision}
 
-    known_slope = True
+    def exposes(self) -> str:
+        return ""
+
+    known_slope, additive = True, True
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = w − φ_s on average, to the last bit as autograd has it, which keeps every intermediate value."""

@@ -54,6 +54,8 @@ class GroupLasso(LocalGates):
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         return {"weights": server["weights"], "gates": server["open"]}
 
+    additive = True
+
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The mean; absent groups count as zero."""
         return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}

@@ -35,6 +35,9 @@ class Laplace(Prior):
         """No terms: `prox` applies the client's pull."""
         return {}
 
+    def exposes(self) -> str:
+        return "which weights moved is sent, and the M-step is a median"
+
     def prox(self, local: Tree, packet: Tree, lr: Tensor) -> Tree:
         """w + soft(φ − w, lr·λ): the minimiser of λ|φ' − w| + (φ' − φ)²/(2 lr), exactly w when φ is near."""
         pulled = {}

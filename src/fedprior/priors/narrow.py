@@ -172,6 +172,10 @@ class Narrow(GlobalGates):
         """Every unit's share of its layer's strength."""
         return shares_of(self.gating.strengths(weights))
 
+    def exposes(self) -> str:
+        drawn = "every client has its own sub-network, so how many sent a weight shows who took part"
+        return f"{drawn}; leave out conv_rate and linear_rate" if self.per_client else ""
+
     @property
     def per_client(self) -> bool:  # type: ignore[override]
         """If units are drawn, every client has its own network."""

@@ -48,6 +48,9 @@ class Products(Gaussian):
             solved |= _best(adapter, sent, mean(sent[adapter.down], weight), weight)
         return {**server, "weights": {name: solved[name] for name in server["weights"]}}
 
+    def exposes(self) -> str:
+        return "the M-step is a mean of products, which is not clipped; leave out products"
+
     def _factors(self) -> set[str]:
         return {name for adapter in self.adapters for name in (adapter.down, adapter.up)}
 

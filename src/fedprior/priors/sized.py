@@ -52,6 +52,9 @@ class Sized(Narrow):
     """The length of the run."""
     scalars = ("sparsity", "precision", "conv_rate", "linear_rate", "cross_entropy")
 
+    def exposes(self) -> str:
+        return "clients choose gates, and which they choose depends on their data; fednarrow's are the server's"
+
     def check(self) -> None:
         if not 0 < self.closing <= 1:
             raise SettingError(f"closing must be above 0 and at most 1, got {self.closing}")
@@ -116,10 +119,19 @@ class Sized(Narrow):
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and the running mean of the votes."""
         solved = super().solve(assignments, server, weight)
-        cast, known = self._cast(assignments.gates, weight), server["votes"]
-        return {**solved, "votes": {layer: torch.lerp(cast[layer], known[layer], self.recall) for layer in known}}
+        return {**solved, "votes": self._recalled(self._cast(assignments.gates, weight), server["votes"])}
 
-    known_slope = True
+    def _recalled(self, cast: Gates, known: Gates) -> Gates:
+        return {layer: torch.lerp(cast[layer], known[layer], self.recall) for layer in known}
+
+    known_slope, additive = True, True
+
+    def evidence(self, assignment: Assignment, server: Tree) -> Tree:
+        return {**super().evidence(assignment, server), "votes": assignment.gates}
+
+    def conclude(self, evidence: Tree, server: Tree, clients: int) -> Tree:
+        cast = {layer: mean / (1 - self.rate(layer)) for layer, mean in evidence["votes"].items()}
+        return {**super().conclude(evidence, server, clients), "votes": self._recalled(cast, server["votes"])}
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) on average, and ∇m = m − z, of which a step of length 1 − recall is the running mean."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.core.weighting import mean
 from fedprior.priors.base import Assignment, Explain, Term
-from fedprior.priors.gated import gated_mean, joint_draws
+from fedprior.priors.gated import gated_evidence, gated_mean, joint_draws, mean_of_evidence
 from fedprior.priors.gaussian import squared_distance
 from fedprior.priors.magnitude import MagnitudeGates
 from fedprior.priors.received import Known, Received
@@ -89,15 +89,24 @@ class SpikeSlab(MagnitudeGates):
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and θ = mean of z, kept away from 0 and 1 because v must stay finite."""
         weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments.gates), assignments, server, weight)
-        edge = min(self.theta_start, 1 - self.theta_start)
         means = {layer: mean(gate, weight) for layer, gate in assignments.gates.items()}
+        return self._solved(weights, means, server)
+
+    def _solved(self, weights: Params, means: Gates, server: Tree) -> Tree:
+        edge = min(self.theta_start, 1 - self.theta_start)
         theta = self.gating.join(means).clamp(edge, 1 - edge)
         v = self._thresholds(self.norms(weights, server), (theta / (1 - theta)).log())
         if "age" in server:
             v = torch.where(server["age"]["rounds"] <= self.dense_rounds, self.gating.join(server["thresholds"]), v)
         return {**server, "weights": weights, "thresholds": self.gating.part(v)}
 
-    known_slope = True
+    known_slope, additive = True, True
+
+    def evidence(self, assignment: Assignment, server: Tree) -> Tree:
+        return {**gated_evidence(self.gating.rows(assignment.gates), assignment), "votes": assignment.gates}
+
+    def conclude(self, evidence: Tree, server: Tree, clients: int) -> Tree:
+        return self._solved(mean_of_evidence(evidence, server), evidence["votes"], server)
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's Algorithm 1, as descent."""

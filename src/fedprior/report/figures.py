@@ -13,6 +13,7 @@ import numpy as np
 
 from fedprior.core.errors import FedpriorError
 from fedprior.core.files import write_atomically, writing
+from fedprior.report.legend import draw_legend, legend_height
 from fedprior.report.reading import Partition
 from fedprior.report.records import Group
 
@@ -49,8 +50,10 @@ STYLE: Any = {
     "svg.hashsalt": "fedprior",  # the same records give the same file
 }
 
-VARIANT = (0, (1, 1))
-"""The dashes of a variant. It shares the colour of what it varies, and ends in a hollow dot."""
+VARIANTS = (((0, (1, 1)), "o"), ((0, (3, 1, 1, 1)), "s"), ((0, (2, 2)), "^"), ((0, (5, 1)), "D"), ((0, (1, 3)), "v"))
+"""Dashes and marks of variants: they share the colour of what they vary, and have hollow marks all along."""
+ALONG = 8
+"""About how many marks a variant's line has."""
 
 
 class Name(NamedTuple):
@@ -156,10 +159,8 @@ def _panels(
         from matplotlib.figure import Figure
 
         looks = _looks(groups, names)
-        height = (
-            0.5 + 1.7 * len(rows) + 0.14 * len(groups) / _legend_columns([look["label"] for look in looks.values()])
-        )
-        figure = Figure((COLUMN, height), layout="constrained")
+        shown = [looks[group.label]["label"] for group in groups]
+        figure = Figure((COLUMN, 0.5 + 1.7 * len(rows) + legend_height(shown, COLUMN)), layout="constrained")
         panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (field, ylabel, scale) in zip(panels, rows, strict=True):
             for group in groups:
@@ -174,7 +175,7 @@ def _panels(
         panels[-1].set_xlim(left=0)
         panels[-1].locator_params(axis="x", integer=against == "round")
         figure.align_ylabels(panels)
-        _legend(figure, panels[0])
+        draw_legend(figure, panels[0])
     return figure
 
 
@@ -184,32 +185,10 @@ def _line(axes: "Axes", group: Group, field: str, against: str, scale: float, lo
         return
     mean, error = scale * curve.mean, scale * np.nan_to_num(curve.error)
     axes.fill_between(curve.x, mean - error, mean + error, color=look["color"], alpha=0.22, linewidth=0)
-    # The dot is where training ended, which differs from line to line where the axis is bytes.
-    axes.plot(curve.x, mean, marker="o", markevery=[-1], markersize=2.6, clip_on=True, **look)
-
-
-def _legend(figure: "Figure", axes: "Axes") -> None:
-    """Put the legend above the panels, filled row by row."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = _legend_columns(labels)
-    order = [i for first in range(columns) for i in range(first, len(labels), columns)]
-    if handles:
-        figure.legend(
-            [handles[i] for i in order],
-            [labels[i] for i in order],
-            loc="outside upper center",
-            ncols=columns,
-            frameon=False,
-            handlelength=2.5,
-            handletextpad=0.5,
-            columnspacing=1.0,
-        )
-
-
-def _legend_columns(labels: Sequence[str]) -> int:
-    """As many columns as fit the figure's width."""
-    longest = max(map(len, labels), default=0)
-    return 3 if longest <= 16 else 2 if longest <= 28 else 1
+    # The last mark is where training ended, which differs from line to line where the axis is bytes.
+    last = len(curve.x) - 1
+    marks = range(last, -1, -max(1, len(curve.x) // ALONG)) if "markerfacecolor" in look else [last]
+    axes.plot(curve.x, mean, markevery=sorted(marks), markersize=2.6, markeredgewidth=0.7, clip_on=True, **look)
 
 
 def _skip_the_start(axes: "Axes") -> None:
@@ -222,22 +201,26 @@ def _skip_the_start(axes: "Axes") -> None:
 
 
 def _looks(groups: Sequence[Group], names: Names | None) -> dict[str, dict[str, Any]]:
-    """Colour, dashes and name of every label."""
+    """Colour, dashes, mark and name of every label."""
     known = dict(names or {})
     for group in groups:
         known.setdefault(group.label, Name(group.label))
     own = [label for label, name in known.items() if name.variant_of not in known]
-    looks = {}
+    looks: dict[str, dict[str, Any]] = {}
+    varied: dict[str, int] = {}
     for label, name in known.items():
         base = label
         while base not in own:
             base = known[base].variant_of
         i = own.index(base)
-        # After the last colour they start again, with other dashes.
-        dashes = DASHES[(i + 6 * (i // 8)) % 8] if label in own else VARIANT
-        looks[label] = {"color": COLOURS[i % 8], "linestyle": dashes, "label": name.text}
-        if label not in own:
-            looks[label]["markerfacecolor"] = "white"
+        looks[label] = {"color": COLOURS[i % 8], "label": name.text}
+        if label in own:
+            # After the last colour they start again, with other dashes.
+            looks[label] |= {"linestyle": DASHES[(i + 6 * (i // 8)) % 8], "marker": "o"}
+        else:
+            dashes, mark = VARIANTS[varied.get(base, 0) % len(VARIANTS)]
+            varied[base] = varied.get(base, 0) + 1
+            looks[label] |= {"linestyle": dashes, "marker": mark, "markerfacecolor": "white"}
     return looks
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedprior.report.figures import COLUMN, Names, figure_style
+from fedprior.report.legend import draw_legend
 from fedprior.report.records import Group
 from fedprior.report.table import Table
 
@@ -73,5 +74,5 @@ def units_over_rounds(groups: Sequence[Group], names: Names | None = None) -> "F
         panels[-1].set_xlabel("round")
         panels[-1].set_xlim(left=0)
         panels[-1].locator_params(axis="x", integer=True)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+        draw_legend(figure, panels[0], most=4)
     return figure

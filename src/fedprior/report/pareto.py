@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedprior.core.late import MEANS
 from fedprior.report.figures import COLOURS, COLUMN, figure_style
+from fedprior.report.legend import draw_legend, legend_height
 from fedprior.report.records import Estimate, Group, estimate
 from fedprior.report.table import Table
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 HEADER = ("run", "global %", "local %", "GiB", "down", "up", "sparsity %", "seeds", "front")
 MARKERS = "os^vDP"
+PUBLISHED = "x+1234|_"
+"""Marks of published points, which are only strokes."""
 PALETTE = (*COLOURS[:7], "#7A3E9D", "#8B5A2B", "#2F4B26")
 """Without the grey, which says that a point is beaten."""
 GREY = "#C4C4C4"
@@ -135,7 +138,8 @@ def draw(points: Sequence[Point], references: Sequence[Reference] = ()) -> "Figu
         panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panels[1].xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         panels[1].xaxis.set_minor_formatter(NullFormatter())
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+        figure.set_figheight(4.2 + legend_height(panels[0].get_legend_handles_labels()[1], 1.5 * COLUMN))
+        draw_legend(figure, panels[0])
     return figure
 
 
@@ -158,21 +162,23 @@ def _scatter(axes: "Axes", points: Sequence[Point], kind: str) -> None:
                 zorder=3 if point.best else 2,
             )
     for place, wire in enumerate(wires) if len(wires) > 1 else ():
-        axes.plot([], [], MARKERS[place % len(MARKERS)], markersize=4, color=GREY, label=f"{wire} messages")
+        mark = MARKERS[place % len(MARKERS)]
+        axes.plot([], [], mark, markersize=4, color="white", markeredgecolor="#555555", label=f"{wire} messages")
+    if not all(point.best for point in points):
+        axes.plot([], [], "o", markersize=4, color=GREY, markeredgecolor="#555555", label="beaten in both")
 
 
 def _mark(axes: "Axes", references: Sequence[Reference], kind: str) -> None:
-    """Draw published points as crosses. The table of the paper has their names."""
-    known = [(one, getattr(one, f"{kind}_accuracy")) for one in references]
-    known = [(one, value) for one, value in known if value is not None]
-    if not known:
-        return
-    axes.plot(
-        [one.gib for one, _ in known],
-        [value for _, value in known],
-        linestyle="none",
-        marker="x",
-        markersize=4,
-        color="#555555",
-        label="the paper's",
-    )
+    """Draw published points, a mark each: the legend names them, so that no name lies on a point."""
+    for number, one in enumerate(references):
+        value: float | None = getattr(one, f"{kind}_accuracy")
+        axes.plot(
+            [one.gib] if value is not None else [],
+            [value] if value is not None else [],
+            linestyle="none",
+            marker=PUBLISHED[number % len(PUBLISHED)],
+            markersize=5,
+            markeredgewidth=1.1,
+            color="#555555",
+            label=f"paper: {one.label}",
+        )

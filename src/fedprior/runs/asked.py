@@ -22,6 +22,7 @@ from fedprior.core.options import as_table, nearest
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.build import check_run, check_useful
+from fedprior.engines.privacy import with_noise
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -86,6 +87,7 @@ def assemble(
     check_kind(algorithm, Algorithm, "algorithm")
     seed = {} if task.seed is None else {"seed": task.seed}
     data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients)
+    settings = with_noise(settings, data.clients)
     check_run(settings, algorithm, task.network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_useful(settings, algorithm, task.network, data.clients, tested=len(data.test_y) > 0)
     return Parts(task, algorithm, settings)

@@ -4,6 +4,7 @@ This is the protocol in a loop, with clients in turn and messages as bytes. `sta
 functions by `vmap`, for a GPU; tests check that the two agree.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from fedprior.engines import ranks
 from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
+from fedprior.engines.privacy import Accountant
 from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, left_out, update
 
 
@@ -57,6 +59,8 @@ class Simulation:
     measures: Measures
     scores: dict[str, Tensor]
     """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
+    accountant: Accountant | None = None
+    """What a private run has spent."""
     memory: dict[int, Tree] = field(default_factory=dict)
     """What each client remembers after its first turn: for the correction, and its own statistics."""
     clients: dict[str, Tensor] = field(default_factory=dict)
@@ -73,14 +77,18 @@ class Simulation:
         """One round of hard EM."""
         start, number = time.perf_counter(), self.round + 1
         algorithm, turn, rate = self.algorithm, Turn(self.root, number), self.settings.rates.at(number)
-        clients = protocol.cohort(turn, self.data.clients, self.settings.clients_per_round)
+        drawn = self.data.clients, self.settings.clients_per_round
+        clients = protocol.cohort(turn, *drawn, private=self.settings.private)
 
         server = algorithm.prior.prune(self.server)
+        if not clients:
+            return self._with_nobody(server, turn, rate.server, evaluate)
         said, packets, down, kept = self._speak(server, turn.of(torch.tensor(clients)))
         step, scores = self._take_turns(clients, packets, turn, rate.local)
         fine = _check_clients(clients, step, number, algorithm.bound > 0)
         kept |= floored(server) | floored(step.upload)
         uploads, up = self._hear(step, algorithm.uplink(server), said, fine.tolist())
+        uploads = protocol.protect(algorithm, server, uploads, turn.key(Purpose.NOISE))
         share = self.share(clients)
         found = update(algorithm, server, uploads, self.optimiser, share, number, rate.server, fine)
         self.server, faults = found.server, left_out(clients, found.apart.tolist(), algorithm.bound)
@@ -97,10 +105,19 @@ class Simulation:
         self.seconds += time.perf_counter() - start
         return record
 
+    def _with_nobody(self, server: Tree, turn: Turn, rate: float | Tensor, evaluate: bool) -> Record:
+        """A private round for which nobody was drawn: the server learns from noise alone, and nobody can tell."""
+        uploads = trees.stack([protocol.silence(self.algorithm, server, turn)])
+        uploads = protocol.protect(self.algorithm, server, uploads, turn.key(Purpose.NOISE))
+        number = self.round + 1
+        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share([]), number, rate).server
+        self.round = number
+        return self.record(0, 0, math.nan, floored(server), evaluate)
+
     def _speak(self, server: Tree, turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
         """Return what was said to each client, if uploads refer to it; the packets as clients hear them, stacked; their
         bytes; and the layers where the floor acted."""
-        algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), self.settings.clients_per_round
+        algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), len(turn.key(Purpose.BROADCAST))
         said, packets, total, kept = [], [], 0, set()
         for key in protocol.broadcast_keys(algorithm.prior, turn):
             spoken = protocol.speak(algorithm, server, key, layout)
@@ -176,7 +193,8 @@ class Simulation:
     def share(self, clients: list[int]) -> Share:
         """How much these clients count in the M-step."""
         train = self.data.train
-        return share(self.settings.weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
+        weighting = "equal" if self.settings.private else self.settings.weighting
+        return share(weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
 
     @property
     def accuracy(self) -> Tensor:
@@ -200,6 +218,8 @@ class Simulation:
             record["floored"] = sorted(kept)
         if faults:
             record["faults"] = faults
+        if self.accountant:
+            record["epsilon"] = self.accountant.total(self.round)
         return record | self.evaluate() if evaluate else record
 
     def evaluate(self) -> Record:

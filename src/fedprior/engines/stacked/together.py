@@ -171,6 +171,8 @@ class Together:
         uploads, sizes = self._hear(step, said)
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
+        key = self.root  # only a private run has noise, and its clients train in turn
+        uploads = protocol.protect(self.algorithm, server, uploads, key, vectorised=True, settings=self.settings)
         # Before the update, which is in place: a packet may share the server's memory.
         gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
         found = self._conclude(server, uploads, fine_clients, inputs.clients, rate.server)

@@ -1,0 +1,109 @@
+"""What privacy costs: ε against closed forms, published bounds and the package called directly; and the budget."""
+
+import math
+
+import pytest
+
+from fedprior.core.errors import SettingError
+from fedprior.core.settings import Settings
+from fedprior.engines.privacy import Accountant, accountant_of, check_budget, noise_for, with_noise
+
+dp = pytest.importorskip("dp_accounting")
+pld = pytest.importorskip("dp_accounting.pld")
+
+
+def delta_of(epsilon: float, mu: float) -> float:
+    """δ of the Gaussian mechanism whose noise is 1/μ sensitivities (Balle and Wang 2018)."""
+
+    def phi(x: float) -> float:
+        return 0.5 * math.erfc(-x / math.sqrt(2))
+
+    return phi(-epsilon / mu + mu / 2) - math.exp(epsilon) * phi(-epsilon / mu - mu / 2)
+
+
+@pytest.mark.parametrize(("noise", "rounds", "delta"), [(5.0, 1, 1e-5), (10.0, 100, 1e-6), (2.0, 4, 1e-3)])
+def test_without_sampling_it_is_the_gaussian_mechanism(noise: float, rounds: int, delta: float) -> None:
+    """T rounds with noise z are one with noise z / √T."""
+    found = Accountant(1.0, noise, delta).total(rounds)
+    exact = delta_of(found, math.sqrt(rounds) / noise)
+    assert exact <= delta
+    assert exact > delta_of(found * 1.002, math.sqrt(rounds) / noise)
+    assert delta_of(found * 0.995, math.sqrt(rounds) / noise) > delta
+
+
+CASES = [(0.01, 4.0, 10_000, 1e-5), (256 / 60_000, 1.1, 14_100, 1e-5), (0.01, 0.76, 1000, 1e-6), (0.2, 1.5, 60, 1e-5)]
+
+
+@pytest.mark.parametrize(("rate", "noise", "rounds", "delta"), CASES)
+def test_it_is_what_the_package_says(rate: float, noise: float, rounds: int, delta: float) -> None:
+    """pfl-research's `PLDPrivacyAccountant` is the same call of the package."""
+    one = pld.privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate)
+    direct = one.self_compose(rounds).get_epsilon_for_delta(delta)
+    found = Accountant(rate, noise, delta).total(rounds)
+    assert direct - 1e-6 <= found <= 1.001 * direct + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "rounds", "published"),
+    [
+        (0.01, 4.0, 10_000, 1.26),  # Abadi et al. 2016, section 3.2
+        (256 / 60_000, 1.1, 14_062, 3.01),  # the tutorial of TensorFlow Privacy, 60 epochs of MNIST
+    ],
+)
+def test_it_is_below_published_bounds_which_the_package_gives_as_well(
+    rate: float, noise: float, rounds: int, published: float
+) -> None:
+    """The moments accountant is what both were computed with: the least of RDP(α) + log(1/δ) / (α − 1)."""
+    orders = [1 + x / 10 for x in range(1, 100)] + list(range(11, 65))
+    event = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(noise))
+    moments = dp.rdp.RdpAccountant(orders).compose(event, rounds)
+    classic = min(rdp + math.log(1e5) / (a - 1) for a, rdp in zip(moments._orders, moments._rdp, strict=True))
+    assert classic == pytest.approx(published, abs=0.01)
+    assert 0.7 * published < Accountant(rate, noise, 1e-5).total(rounds) < published
+
+
+def test_more_rounds_cost_more_and_none_nothing() -> None:
+    accountant = Accountant(0.1, 1.0, 1e-5)
+    costs = [accountant.total(rounds) for rounds in range(6)]
+    assert costs[0] == 0
+    assert costs == sorted(costs)
+    assert [accountant.most(costs[3], 5), accountant.most(0.99 * costs[3], 5), accountant.most(1e9, 5)] == [3, 2, 5]
+    assert Accountant(0.1, 0.0, 1e-5).total(1) == math.inf, "without noise nothing is private"
+
+
+@pytest.mark.parametrize(
+    ("budget", "rate", "rounds"), [(8.0, 0.1, 40), (1.0, 0.01, 200), (0.2, 0.05, 10), (30.0, 0.5, 2)]
+)
+def test_the_noise_for_a_budget_spends_nearly_all_of_it(budget: float, rate: float, rounds: int) -> None:
+    noise = noise_for(budget, rate, rounds, 1e-5)
+    assert 0.995 * budget < Accountant(rate, noise, 1e-5).total(rounds) <= budget
+
+
+def test_a_run_that_says_its_budget_is_told_its_noise() -> None:
+    settings = with_noise(Settings(epsilon=4.0, rounds=10, clients_per_round=5), 50)
+    assert settings.noise == noise_for(4.0, 0.1, 10, 1e-5)
+    assert with_noise(settings, 50) is settings
+    assert with_noise(Settings(noise=2.0), 50).noise == 2.0
+    assert with_noise(Settings(), 50) == Settings()
+    check_budget(settings, 50)
+
+
+def test_rounds_beyond_the_budget_are_refused() -> None:
+    settings = Settings(epsilon=4.0, noise=1.0, rounds=500, clients_per_round=5)
+    with pytest.raises(
+        SettingError, match=r"500 rounds with noise=1 spend ε = .*epsilon=4: it allows \d+ rounds"
+    ) as caught:
+        check_budget(settings, 50)
+    allowed = int(str(caught.value).split()[-2])
+    check_budget(Settings(epsilon=4.0, noise=1.0, rounds=allowed, clients_per_round=5), 50)
+    with pytest.raises(SettingError, match=f"allows {allowed} rounds"):
+        check_budget(Settings(epsilon=4.0, noise=1.0, rounds=allowed + 1, clients_per_round=5), 50)
+    with pytest.raises(SettingError, match="allows 0 rounds"):
+        check_budget(Settings(epsilon=4.0, noise=0.0, rounds=1, clients_per_round=5), 50)
+
+
+def test_the_rate_is_that_of_a_client() -> None:
+    found = accountant_of(Settings(noise=1.0, clients_per_round=5, delta=1e-6), 50)
+    assert found is not None
+    assert found.total(3) == pytest.approx(Accountant(0.1, 1.0, 1e-6).total(3))
+    assert accountant_of(Settings(), 50) is None
