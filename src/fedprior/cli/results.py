@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedprior.cli.terminal import console
+from fedprior.core.errors import SettingError
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -82,12 +83,29 @@ def export_command(
 
 
 def predict_command(
-    model: Annotated[Path, typer.Argument(help="An exported model's folder.")],
-    inputs: Annotated[list[Path], typer.Argument(help="Images, folders of images, or .npy arrays.")],
+    model: Annotated[Path, typer.Argument(help="An exported model's folder; with --text, also a run's.")],
+    inputs: Annotated[list[Path] | None, typer.Argument(help="Images, folders of images, or .npy arrays.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text to continue, with a network of characters.")] = None,
+    characters: Annotated[int, typer.Option(help="With --text, how many characters to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="With --text, how freely they are drawn; 0 takes the likeliest.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="With --text, the seed of the draws.")] = 0,
+    personalise: Client = None,
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of other sizes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write all predictions to this CSV file.")] = None,
 ) -> None:
-    """Classify images or arrays with an exported model."""
+    """Classify images or arrays with an exported model, or continue a text."""
+    how = {"characters": characters, "temperature": temperature, "seed": seed, "personalise": personalise}
+    if text is not None:
+        if inputs or resize or out:
+            raise SettingError("with --text there is nothing to classify: leave out inputs, --resize and --out")
+        _continue(model, text, how)
+        return
+    if not inputs:
+        raise SettingError("give images or arrays to classify, or --text with a text to continue")
+    if how != {"characters": 200, "temperature": 0.8, "seed": 0, "personalise": None}:
+        raise SettingError("--characters, --temperature, --seed and --personalise need --text")
     from fedprior.core.files import write_atomically
     from fedprior.report.table import Table
     from fedprior.trained.compact.predict import predict
@@ -98,12 +116,18 @@ def predict_command(
     if len(found) > SHOWN:
         console.print(f"and {len(found) - SHOWN:,} more" + ("" if out else "; --out FILE writes all"))
     if out:
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
+        lines = io.StringIO(newline="")
+        writer = csv.writer(lines)
         writer.writerow(["input", "class", "probability"])
         writer.writerows(found)
-        write_atomically(out, text.getvalue())
+        write_atomically(out, lines.getvalue())
         console.print(str(out))
+
+
+def _continue(model: Path, text: str, how: dict[str, Any]) -> None:
+    from fedprior.trained.continuation import continue_text
+
+    console.print(continue_text(model, text, **how), markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluate_command(

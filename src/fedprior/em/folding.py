@@ -56,6 +56,8 @@ def obstacle(algorithm: Algorithm, server: Tree) -> str:
     """Why the M-step of this algorithm needs all uploads at once; empty if it can take them one by one."""
     if algorithm.server is None and not algorithm.prior.additive:
         return f"the M-step of {algorithm.name} in closed form is not made of sums"
+    if algorithm.guard is not None:
+        return "uploads are clipped together"
     if "statistics" in server and is_stacked(server["statistics"]):
         return "the statistics of several models are divided among the uploads"
     return ""

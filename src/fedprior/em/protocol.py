@@ -137,18 +137,21 @@ def conclude(
     uploads: Tree,
     optimiser: TreeOptimiser | None,
     share: Share,
-    fine: Tensor,
     rate: float | Tensor = 1.0,
+    fine: Tensor | None = None,
     *,
     vectorised: bool = False,
     settings: Params | None = None,
 ) -> Conclusion:
     """The server (or, vectorised, those of several runs) receives a cohort's uploads and takes its M-step.
 
-    `fine` marks the uploads whose numbers are finite. The optimiser has moved in any case, unless no upload counts and
-    there is one run: a caller that rejects the new state must restore it.
+    `fine` marks the uploads whose numbers are finite; all are, if it is not given. The optimiser has moved in any case,
+    unless no upload counts and there is one run: a caller that rejects the new state must restore it.
     """
     how: dict[str, Any] = {"vectorised": vectorised, "settings": settings}
+    if fine is None:
+        some = next(trees.leaves(uploads))[1]
+        fine = torch.ones(some.shape[: 1 + vectorised], dtype=torch.bool, device=some.device)
     if not algorithm.bound:
         updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, **how)
         return Conclusion(updated, _sound(updated, vectorised), torch.where(fine, 0.0, torch.inf), fine)

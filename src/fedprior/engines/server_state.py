@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fedprior.core import trees
@@ -47,10 +46,7 @@ def update(
     if isinstance(uploads, Sums):
         found = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
     else:
-        if fine is None:
-            some = next(trees.leaves(uploads))[1]
-            fine = torch.ones(len(some), dtype=torch.bool, device=some.device)
-        found = protocol.conclude(algorithm, server, uploads, optimiser, share, fine, rate)
+        found = protocol.conclude(algorithm, server, uploads, optimiser, share, rate, fine)
     if bool(found.sound):
         return found
     if optimiser:
@@ -132,11 +128,8 @@ def floored(state: Tree) -> set[str]:
 
 def left_out(clients: Sequence[int], apart: Sequence[float], bound: float) -> list[Record]:
     """The faults of clients whose uploads were not used: too far from the server's state, or not finite."""
-    return [
-        {"client": client, "what": _too_far(times)}
-        for client, times in zip(clients, apart, strict=True)
-        if bound and not times <= bound
-    ]
+    pairs = zip(clients, apart, strict=True) if bound else ()
+    return [{"client": client, "what": _too_far(times)} for client, times in pairs if not times <= bound]
 
 
 def _too_far(times: float) -> str:

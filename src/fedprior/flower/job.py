@@ -21,6 +21,7 @@ from fedprior.core.settings import MACHINE, SIMULATED, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.batches import Workload
 from fedprior.engines.build import applied, check_run, check_useful
+from fedprior.engines.privacy import with_noise
 from fedprior.runs.asked import assemble, made, setting_tables, sort_settings
 from fedprior.version import __version__
 
@@ -192,7 +193,7 @@ def own_job(
     network, chosen = Network(model, as_inputs(example), loss, check_metrics(metrics)), str(config.get("algorithm", ""))
     for_run, _, for_algorithm = sort_settings(parse_settings(config), None, [chosen])
     _refuse_simulated(defaults)
-    settings = run_settings({**defaults, **for_run}, clients)
+    settings = with_noise(run_settings({**defaults, **for_run}, clients), clients)
     built = named_algorithm(chosen, network, **for_algorithm[chosen])
     check_useful(settings, built, network, clients, tested=True)
     # Only its test part is ever used.

@@ -1,6 +1,7 @@
 """The server's half of a round, whoever carries the messages: packets as bytes, uploads as bytes, the M-step."""
 
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fedprior import wire
 from fedprior.core import keys, trees
 from fedprior.core.frozen import copied
-from fedprior.core.keys import Turn
+from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, blank_scores, measures
 from fedprior.core.network import Network
 from fedprior.core.optimisers import TreeOptimiser
@@ -24,6 +25,7 @@ from fedprior.em import protocol
 from fedprior.em.folding import Sums, fold, obstacle
 from fedprior.em.reception import one_apart
 from fedprior.engines.build import device_of
+from fedprior.engines.privacy import accountant_of, check_budget
 from fedprior.engines.server_state import Record, evaluate, final_model, floored, left_out, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
@@ -100,10 +102,13 @@ class Server:
     seconds: float = 0.0
     folds: bool = False
     """Whether each upload is folded in when it arrives, instead of keeping all of a round."""
+    secret: Tensor = field(default_factory=lambda: keys.key(secrets.randbits(63)))
+    """The key of a private run's cohorts and noise. Devices know the seed, so neither may follow from it."""
 
     @classmethod
     def new(cls, job: Job, run: str) -> "Server":
         """Build a server before its first round."""
+        check_budget(job.settings, job.clients)
         device = device_of(job.settings)
         network = replace(job.network, module=copied(job.network.module).to(device))
         state, server = job.algorithm.init(network.params(), network.statistics()), job.algorithm.server
@@ -179,8 +184,8 @@ class Server:
         examples = {client: upload.examples for client, upload in uploads.items()}
         found = self._m_step(turn, uploads)
         self.state, self.examples = found.server, self.examples | examples
-        apart = found.apart.tolist() if turn.sums is None else [upload.apart for upload in uploads.values()]
-        self.left_out = left_out(list(uploads), apart, job.algorithm.bound)
+        times = found.apart.tolist() if turn.sums is None else [upload.apart for upload in uploads.values()]
+        self.left_out = left_out(list(uploads), times, job.algorithm.bound)
         turn.faults += self.left_out
         far = {fault["client"] for fault in self.left_out}
         used = {client: upload for client, upload in uploads.items() if client not in far}
@@ -191,7 +196,9 @@ class Server:
         self.round = turn.number
         losses = [upload.loss for upload in (used or uploads).values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
-        record |= {"train_loss": sum(losses) / len(losses), "clients": list(used)}
+        record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(used)}
+        if spending := accountant_of(job.settings, job.clients):
+            record["epsilon"] = spending.total(turn.number)
         if job.settings.weighting == "examples":
             record["examples"] = [upload.examples for upload in used.values()]
         kept = turn.floored | floored(turn.server) | {layer for u in used.values() for layer in u.floored}
@@ -199,12 +206,7 @@ class Server:
             record["floored"] = sorted(kept)
         if forgot := [client for client, upload in used.items() if upload.forgot]:
             record["forgot"] = forgot
-        if turn.faults:
-            record["faults"] = turn.faults
-        if turn.stragglers:
-            record["stragglers"] = turn.stragglers
-        if turn.quarantined:
-            record["quarantined"] = turn.quarantined
+        record |= {name: seen for name in ("faults", "stragglers", "quarantined") if (seen := getattr(turn, name))}
         if evaluate:
             record |= self.evaluate()
             apart = [upload.disagreement for upload in used.values() if upload.disagreement is not None]
@@ -213,6 +215,16 @@ class Server:
                 record["tv_max"] = max(most for _, most in apart)
         self.seconds += seconds + time.perf_counter() - began
         return record
+
+    def _protected(self, turn: Round, heard: list[Tree]) -> Tree:
+        """What the server may learn from; in private, nobody is an answer as well."""
+        algorithm, server = self.job.algorithm, turn.server
+        heard = heard or [protocol.silence(algorithm, server, turn.draws)]
+        return protocol.protect(algorithm, server, trees.stack(heard), self.private(turn).key(Purpose.NOISE))
+
+    def private(self, turn: Round) -> Turn:
+        """The source of a round's private draws."""
+        return Turn(self.secret.to(self.root.device), turn.number)
 
     def evaluate(self) -> Record:
         """Return scores and size of the current server. Global scores need test examples at the server."""
@@ -232,11 +244,12 @@ class Server:
         examples = {client: one.examples for client, one in counted.items()}
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
-        usual = round(sum(known.values()) / len(known))
+        usual = round(sum(known.values()) / max(1, len(known)))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
-        part = share(self.job.settings.weighting, list(examples.values()), everyone, self.root.device)
+        weighting = "equal" if self.job.settings.private else self.job.settings.weighting
+        part = share(weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
-        sent = turn.sums or trees.stack([upload.message for upload in uploads.values()])
+        sent = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
         return update(self.job.algorithm, turn.server, sent, self.optimiser, part, turn.number, rate)
 
     def model(self) -> nn.Module:

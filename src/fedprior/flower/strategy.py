@@ -95,7 +95,8 @@ class HardEM(Strategy):
             self.meet(grid, least if self.attempt == 0 else self.min_replies)
             orders = self.configure_train(number, ArrayRecord(), ConfigRecord(), grid)
             self.aggregate_train(number, self.exchange(grid, orders))
-            if len(self.good) >= self.min_replies:
+            # In private, asking again would draw clients twice, and how many have answered must not matter.
+            if len(self.good) >= self.min_replies or self.server.job.settings.private:
                 return self._close()
             log.warning("round %d has %d good replies of at least %d", number, len(self.good), self.min_replies)
         raise RunError(
@@ -188,6 +189,12 @@ class HardEM(Strategy):
     def _choose(self) -> list[int]:
         """Choose the clients to ask: first the simulator's cohort, if all are connected; then others in their place."""
         there = sorted(set(self.roster.clients.values()) - self.good.keys())
+        job = self.server.job
+        if job.settings.private:
+            drawn = job.clients, job.settings.clients_per_round
+            return [
+                one for one in protocol.cohort(self.server.private(self.turn), *drawn, private=True) if one in there
+            ]
         pool = [client for client in there if client not in self.tried] or there
         missing = self.server.job.settings.clients_per_round - len(self.good)
         count = min(self.limits.asked(missing), len(pool))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedprior.catalogue.data.images import Scale
+from fedprior.catalogue.data.text import Alphabet
 from fedprior.core.errors import DivergedError, counted
 from fedprior.core.files import write_atomically
 from fedprior.core.settings import Settings
@@ -37,8 +38,8 @@ class Result:
     """The server's pruned network; if the server has several, their `Ensemble`."""
     simulation: Simulation
     path: Path | None
-    scale: Scale | None = None
-    """How images become inputs, for a task with images."""
+    scale: Scale | Alphabet | None = None
+    """How images or characters become inputs, for a task with such."""
     best: nn.Module | None = None
     """With keep=best, the model of the best evaluation."""
 
@@ -67,7 +68,7 @@ class Session:
     folder: RunFolder | None = None
     records: list[Record] = field(default_factory=list)
     progress: Progress | None = None
-    scale: Scale | None = None
+    scale: Scale | Alphabet | None = None
     clock: float = 0.0
     """The simulation's seconds at the last record."""
     best: nn.Module | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprior.catalogue.data.images import Scale
+from fedprior.catalogue.data.text import Alphabet
 from fedprior.catalogue.tasks import Task
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DataError, ModelError, RunError, SettingError
@@ -44,7 +45,7 @@ class Trained(NamedTuple):
     """The loss and the other measures by which it is judged."""
     title: str
     client: int | None
-    scale: Scale | None
+    scale: Scale | Alphabet | None
 
 
 def trained(
@@ -84,7 +85,7 @@ def trained(
 
 def _restored(
     folder: RunFolder, task: Task | None, algorithm: Algorithm | None, with_state: bool, best: bool, call: str
-) -> tuple[dict[str, str], Scale | None, Simulation, nn.Module]:
+) -> tuple[dict[str, str], Scale | Alphabet | None, Simulation, nn.Module]:
     """Return what a run is about, its simulation (where it stopped, if `with_state`), and the server's network."""
     about, settings, task, algorithm = start.rebuild(folder, task, algorithm, call)
     start.check_data(folder, task)
@@ -134,7 +135,9 @@ def export(
     if not isinstance(found.x, Tensor):
         raise ModelError(f"an export reads one tensor, and this network has several inputs: {found.x[0]}")
     _check_statistics(found)
-    about = {"title": found.title, "client": found.client, "scale": found.scale._asdict() if found.scale else None}
+    raw: dict[str, Any] = {"scale": found.scale._asdict() if isinstance(found.scale, Scale) else None}
+    raw |= {"alphabet": found.scale.characters} if isinstance(found.scale, Alphabet) else {}
+    about = {"title": found.title, "client": found.client, **raw}
     return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
 
 
@@ -180,16 +183,20 @@ def evaluate(
     client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`.
     """
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
-    x, y = found.x, found.y
-    if data is not None and not isinstance(x, Tensor):
-        raise DataError(f"files hold one input, and this network has several: {x[0]}")
-    if data is not None and isinstance(x, Tensor):
-        x, y = Reader(tuple(x.shape[1:]), x.dtype, found.scale).labelled(Path(data), y)
+    x, y = (found.x, found.y) if data is None else _read(Path(data), found)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
     own = _score(found.module, x, y, *found.judged)
     beside = {} if personalise is None else {"server": _score(found.server, x, y, *found.judged)}
     return {"title": found.title, "examples": len(y), **own, **beside}
+
+
+def _read(data: Path, found: Trained) -> tuple[Tensor, Tensor]:
+    """Examples of a file or folder, for this network."""
+    if not isinstance(found.x, Tensor):
+        raise DataError(f"files hold one input, and this network has several: {found.x[0]}")
+    scale = found.scale if isinstance(found.scale, Scale) else None
+    return Reader(tuple(found.x.shape[1:]), found.x.dtype, scale).labelled(data, found.y)
 
 
 def _score(module: nn.Module, x: ModelInputs, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:

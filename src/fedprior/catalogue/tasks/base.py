@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedprior.catalogue.algorithms import run_settings
 from fedprior.catalogue.data.images import Scale
+from fedprior.catalogue.data.text import Alphabet
 from fedprior.core import keys
 from fedprior.core.errors import DataError, ModelError, SettingError, described
 from fedprior.core.federated import ClientData, FederatedData
@@ -29,8 +30,8 @@ class Task:
     algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """How a named task was built, for its config."""
-    scale: Scale | None = None
-    """How images became inputs, for a task on images: an exported network's inputs need the same."""
+    scale: Scale | Alphabet | None = None
+    """How images, or characters, became inputs: an exported network's inputs need the same."""
     seed: int | None = None
     """The seed of a named task's partition and initial weights; also of a run, unless it says otherwise."""
 

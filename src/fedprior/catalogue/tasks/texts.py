@@ -83,4 +83,4 @@ def _text_task(name: str, seed: int, said: Mapping[str, str], text: OfText, roun
     )
     defaults = {"rounds": rounds, "batch_size": 4, "clients_per_round": 5, "evaluate_every": 10}
     network = Network(model, data.x[0], metrics={"bits": bits})
-    return Task(name, network, data, defaults, dict.fromkeys(WITH_ADAM, ADAM))
+    return Task(name, network, data, defaults, dict.fromkeys(WITH_ADAM, ADAM), scale=alphabet)

@@ -251,8 +251,8 @@ class Together:
         moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
-        conclude = partial(protocol.conclude, rate=rate, vectorised=True, settings=self.settings)
-        found = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients), fine)
+        conclude = partial(protocol.conclude, vectorised=True, settings=self.settings)
+        found = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients), rate, fine)
         updated, fine = found.server, self._goes_on(fine) & found.sound & self.alive
         moved = fine & found.kept.any(1)
         before[0].put(moved, moments)
