@@ -11,8 +11,10 @@ import torch
 import fedprior
 import own_prior
 from fedprior import wire
+from fedprior.catalogue.models import CharRNN, Transformer
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
+from fedprior.core.errors import FedpriorWarning
 from fedprior.core.settings import Settings
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
@@ -27,7 +29,25 @@ ADAPTED = {
     "fedsparse, adapters": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-4, "precision": 0.1},
     "fedsparse-sized, adapters": {"sparsity": 0.5, "closing": 0.03},
 }
-BOTH = [*NAMES, *ADAPTED]
+# On texts, where the units are heads and neurons. Recurrent layers have no gates; what reads them has.
+ATTENTIVE: dict[str, dict[str, object]] = {
+    "fedavg, transformer": {},
+    "fedsparse, transformer": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
+    "fedsparse-sized, transformer": {"sparsity": 0.4, "linear_rate": 0.4, "closing": 0.03},
+    "fednarrow, transformer": {"sparsity": 0.4, "dense_rounds": 1, "shrink": 0.3, "linear_rate": 0.5, "average": True},
+    "fednarrow+scaffold, transformer": {"sparsity": 0.4},
+    "feddrop, transformer": {"linear_rate": 0.4},
+    "fedl1, transformer": {"strength": 0.5},
+}
+RECURRENT: dict[str, dict[str, object]] = {
+    "fedavg, recurrent": {},
+    "fedsparse, recurrent": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3},
+    "fednarrow, recurrent": {"sparsity": 0.05},
+    "fedl1, recurrent": {"strength": 0.5},
+    "scaffold, recurrent": {},
+}
+BOTH = [*NAMES, *ADAPTED, *ATTENTIVE]
+EVERY = [*BOTH, *RECURRENT]
 # Settings that make each algorithm's own mechanism act within a few rounds of this small task.
 LIVELY = {
     "fedsparse": {"server_threshold_optimiser": "Adamax(lr=0.1)", "lambda0": 1e-3, "precision": 0.1},
@@ -51,19 +71,25 @@ LIVELY = {
 def make_task(name: str = "", dtype: torch.dtype = torch.float64) -> Task:
     generator = torch.Generator().manual_seed(5)
     clients = []
+    settings = {"rounds": 5, "batch_size": 4, "epochs": 2, "clients_per_round": 3, "evaluate_every": 1}
+    if name in (*ATTENTIVE, *RECURRENT):
+        texts = [torch.randint(7, (size, 5), generator=generator) for size in (9, 13, 21, 7, 16)]
+        torch.manual_seed(0)
+        text_model = Transformer(7, 5, 8, 4, 1, 12) if name in ATTENTIVE else CharRNN(7, 6, layers=1)
+        pairs = [(x[:-4], x[:-4].roll(1, 1), x[-4:], x[-4:].roll(1, 1)) for x in texts]
+        return fedprior.own_task(text_model.to(dtype), pairs, **settings)
     for size in (5, 9, 17, 3, 12):
         x = torch.randn(size + 4, 1, 8, 8, generator=generator).to(dtype)
         y = (x.mean((1, 2, 3)) * 12).long().clamp(-1, 1) + 1
         clients.append((x[:size], y[:size], x[size:], y[size:]))
     torch.manual_seed(0)
-    settings = {"rounds": 5, "batch_size": 4, "epochs": 2, "clients_per_round": 3, "evaluate_every": 1}
     model = PlainNet().to(dtype)
     model = fedprior.adapt(model, 6, train="out") if name in ADAPTED else model
     return fedprior.own_task(model, clients, classes=3, **settings)
 
 
 def algorithm(name: str, task: Task, **changes: object) -> fedprior.Algorithm:
-    settings = {**LIVELY.get(name, {}), **ADAPTED.get(name, {}), **changes}
+    settings = {**LIVELY.get(name, {}), **(ADAPTED | ATTENTIVE | RECURRENT).get(name, {}), **changes}
     return fedprior.algorithm(name.partition(",")[0], task.network, **settings)
 
 
@@ -172,7 +198,7 @@ def test_runs_trained_together_are_as_if_alone(name: str) -> None:
                 torch.testing.assert_close(value, moments[path], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", EVERY)
 def test_messages_survive_the_wire_exactly_and_have_the_counted_length(name: str) -> None:
     sim = simulate(name)
     sent: list[bytes] = []
@@ -212,7 +238,8 @@ class Stopped(Exception):
     """Raised by a progress callback to break a run off."""
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.filterwarnings("ignore:recurrent layers have no gates:fedprior.core.errors.FedpriorWarning")
+@pytest.mark.parametrize("name", EVERY)
 def test_resume_is_exact(name: str, tmp_path: Path) -> None:
     def stop(record: dict[str, object]) -> None:
         if record["round"] == 3:
@@ -256,6 +283,22 @@ def test_the_contracts_settings_close_gates() -> None:
         full = 3 * (wire.HEADER_BYTES + 8 * trees.count(sim.network.params()))
         full *= 2 if "scaffold" in name else 1
         assert min(r["bytes_up"] for r in records) < 0.95 * full, name
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTIVE if not name.startswith("fedavg")])
+def test_the_contracts_settings_close_gates_of_texts_too(name: str) -> None:
+    """Messages are shorter than FedAvg's, or SCAFFOLD's where it composes."""
+    sim = simulate(name)
+    records = [sim.step(evaluate=False) for _ in range(5)]
+    dense = 3 * (wire.HEADER_BYTES + 8 * trees.count(sim.network.params())) * (2 if "scaffold" in name else 1)
+    smallest = min(record["bytes_up"] for record in records)
+    assert smallest < 0.9 * dense
+
+
+@pytest.mark.parametrize("algorithm", ["fedsparse", "fedl1", "feddrop"])
+def test_a_user_is_told_that_recurrent_layers_have_no_gates(algorithm: str) -> None:
+    with pytest.warns(FedpriorWarning, match=r"recurrent layers have no gates.*rnn \(LSTM\)"):
+        fedprior.run(make_task("fedavg, recurrent"), algorithm, rounds=1)
 
 
 def test_keys_are_not_shared_between_purposes() -> None:

@@ -88,6 +88,8 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"statistics": "shared"},
         "statistics=shared only",
     ),
+    "unseen": ({"unseen": 0.04}, {"unseen": 0.1}, "of 10 clients that is none"),
+    "untested": ({"unseen": 0.1, "tested": False}, {"tested": True}, "it needs test examples"),
     "by": ({"by": "sparsity"}, {"keep": "best"}, "give one of them"),
     "patience": ({"patience": 3, "tested": False}, {"tested": True}, "it needs test examples"),
     "keep": ({"keep": "best", "tested": False}, {"by": "sparsity"}, "it needs test examples"),

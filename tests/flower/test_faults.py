@@ -146,8 +146,15 @@ def test_a_thousand_corrupted_replies(precision, count, make_job, quick, tmp_pat
 
 @pytest.mark.parametrize("number", [3e38, 1e4])
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_numbers_that_are_finite_but_far_away_are_left_out(number, precision, make_job, quick, tmp_path, caplog):
-    """One device sends them in every round, in messages that are right: the run is that of the others, and says who."""
+@pytest.mark.parametrize("folded", [False, True])
+def test_numbers_that_are_finite_but_far_away_are_left_out(
+    number, precision, folded, make_job, quick, tmp_path, caplog
+):
+    """One device sends them in every round, in messages that are right: the run is that of the others, and says who.
+
+    Also where the server folds in each upload when it arrives.
+    """
+    quick = replace(quick, keep_megabytes=0 if folded else quick.keep_megabytes)
     job = make_job("fedavg", {"clients_per_round": 6, "wire": precision})
 
     def tamper(order, reply):
@@ -169,6 +176,7 @@ def test_numbers_that_are_finite_but_far_away_are_left_out(number, precision, ma
         assert sorted(record["clients"]) == [0, 1, 2, 3, 5]
         assert len(record["examples"]) == 5
         assert fault["what"] in caplog.text
+    assert strategy.server.folds == folded
     assert 4 not in strategy.server.accepted
     alone = HardEM(Server.new(job, RUN), replace(quick, min_replies=5))
     alone.start(LocalGrid(job, tmp_path / "alone", clients=[0, 1, 2, 3, 5]))

@@ -17,17 +17,25 @@ from local_grid import LocalGrid
 from test_faults import with_payload
 
 import fedprior
-from fedprior import RunError, SettingError
+from fedprior import RunError, SettingError, WireError
 from fedprior.core import trees
 from fedprior.flower import HardEM, Limits, Server, client_app, server_app
 from fedprior.flower.deploy import APP
 from fedprior.flower.job import parse_settings
 from fedprior.flower.resumed import OWN
-from fedprior.flower.roster import ASK_AGAIN, LONGEST, Roster
+from fedprior.flower.roster import ASK_AGAIN, LONGEST, Roster, read_devices
 
 RUN = "0123456789abcdef"
 LIMITS = {"round-seconds": 0.2, "start-seconds": 0.2, "poll-seconds": 0.001, "wait-for": 6}
-DEFAULTS = {"algorithm": "fedsparse", "settings": "rounds=2", "out": "", "resume": "", "rounds": 0, **LIMITS}
+DEFAULTS = {
+    "algorithm": "fedsparse",
+    "settings": "rounds=2",
+    "out": "",
+    "resume": "",
+    "rounds": 0,
+    "devices": "",
+    **LIMITS,
+}
 """An app's run config, of which `flwr run` changes some keys."""
 
 
@@ -96,7 +104,7 @@ def test_a_resumed_run_may_get_more_rounds_and_not_fewer(flwr_run, tmp_path):
 def test_the_app_has_every_key_that_a_command_may_set():
     """Flower refuses keys that the app does not list. Nobody sets how often the server looks."""
     config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert config.keys() == OWN - {"poll-seconds"} | {"task", "algorithm", "settings"}
+    assert config.keys() == OWN - {"poll-seconds"} | {"task", "algorithm", "settings", "devices"}
     assert Limits.of(config) == Limits()
 
 
@@ -178,6 +186,59 @@ def test_a_device_of_no_use_is_quarantined_and_named(make_job, clock, tmp_path):
     ]
     assert [len(record.get("faults", ())) for record in found] == [1, 1, 1, 0, 0, 0]
     assert all(sorted(record["clients"]) == [0, 1, 3, 4, 5] for record in found)
+
+
+# ---------------------------------------------------------------------- who speaks for whom
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_device_cannot_speak_for_another_if_keys_are_bound_to_numbers(make_job, quick, tmp_path, bound):
+    """Node 999 is registered, and says before client 2 comes that it is client 2. So does node 1005 after a round."""
+    job, found, numbers = make_job("fedavg", {"clients_per_round": 6, "rounds": 2}), [], {}
+    grid = LocalGrid(job, tmp_path)
+    grid.nodes[999] = 2
+
+    def keep(record):
+        found.append(record)
+        grid.nodes[1005] = 2
+
+    if bound:
+        numbers = read_devices("; ".join(f"{1000 + i}={i}" for i in range(6)), 6)
+    HardEM(Server.new(job, RUN), quick, keep, bound=numbers).start(grid)
+    whats = {fault["node"]: fault["what"] for record in found for fault in record["faults"]}
+    if bound:
+        assert whats["999"] == "the node says it is client 2, but is not one of `devices`"
+        assert whats["1005"] == "the reply is from client 2, the node is client 5"
+        assert [sorted(record["clients"]) for record in found] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4]]
+    else:
+        assert whats["1002"] == "another node is already this client"
+
+
+def test_a_key_is_that_of_one_client():
+    roster = Roster(5, {7: 0, 8: 1})
+    roster.check(7, 0)
+    with pytest.raises(WireError, match="says it is client 1, but its key is that of client 0"):
+        roster.check(7, 1)
+    with pytest.raises(WireError, match="is not one of `devices`"):
+        roster.check(9, 1)
+
+
+@pytest.mark.parametrize("text", ["7", "7=x", "x=0", "7=0; 7=1", "7=0; 8=0", "7=6", "7=-1", "=0"])
+def test_devices_that_cannot_be_are_refused(text):
+    with pytest.raises(SettingError, match="devices"):
+        read_devices(text, 6)
+
+
+def test_a_resumed_run_keeps_its_devices_until_others_are_named(flwr_run, tmp_path):
+    run, all_of_them = tmp_path / "run", "; ".join(f"{1000 + i}={i}" for i in range(6))
+    flwr_run(out=str(run), devices=all_of_them, settings="rounds=1")
+    flwr_run(resume=str(run), rounds=2)
+    assert "faults" not in records(run)[1]
+    swapped = all_of_them.replace("1004=4", "2004=4")
+    flwr_run(resume=str(run), rounds=3, devices=swapped)
+    assert [fault["node"] for fault in records(run)[2]["faults"]] == ["1004"]
+    flwr_run(resume=str(run), rounds=4, devices=all_of_them)
+    assert "faults" not in records(run)[3]
 
 
 # ---------------------------------------------------------------------- those who are slow

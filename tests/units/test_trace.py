@@ -427,6 +427,24 @@ def test_ungated_makes_an_unsupported_operation_harmless():
     assert [reader.parameter for reader in found.readers] == ["4.weight"]
 
 
+def test_recurrent_layers_and_what_they_read_have_no_gates():
+    """Where there are no other units, gates are on what is read from them; the text says so."""
+    model = Net(
+        lambda s, x: s.c(F.relu(s.b(s.rnn(s.a(x))[0]))),
+        a=nn.Linear(4, 6),
+        rnn=nn.GRU(6, 5, batch_first=True),
+        b=nn.Linear(5, 8),
+        c=nn.Linear(8, 2),
+    )
+    found = structure_of(model, 3, 4)
+    assert [(layer.name, layer.axis) for layer in found.layers] == [("b", 0)]
+    assert found.dense == "recurrent layers have no gates, so these are trained and sent in full: rnn (GRU)"
+    found = structure_of(model, 3, 4, ungated=["b"])
+    assert [(layer.name, layer.size, layer.axis) for layer in found.layers] == [("a", 4, 1), ("c", 8, 1)]
+    assert found.dense.endswith("rnn (GRU), so gates are on what other layers read")
+    assert structure_of(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), 4).dense == ""
+
+
 def test_tracing_does_not_change_the_model():
     model = mixed_modules().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -665,11 +683,6 @@ REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], list[str]]] = {
         Net(lambda s, x: s.b(s.a(x).chunk(2, 1)[0]), a=nn.Linear(4, 6), b=nn.Linear(3, 2)),
         (4,),
         ["'chunk'", "ungated=a"],
-    ),
-    "a recurrent layer": (
-        Net(lambda s, x: s.b(s.rnn(s.a(x))[0]), a=nn.Linear(4, 6), rnn=nn.GRU(6, 5), b=nn.Linear(5, 2)),
-        (3, 4),
-        ["module 'rnn' (GRU)", "ungated=a"],
     ),
     "a module of two inputs": (
         Net(lambda s, x: s.c(s.two(x, s.a(x))), a=nn.Linear(4, 6), two=nn.Bilinear(4, 6, 5), c=nn.Linear(5, 2)),

@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     ROUNDING = 9
     COMPONENTS = 10
     NOISE = 11
+    UNSEEN = 12
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

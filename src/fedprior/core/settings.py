@@ -86,6 +86,12 @@ def _unjudged(run: Any) -> str:
     )
 
 
+def _nobody_unseen(run: Any) -> str:
+    if not run.tested:
+        return _unjudged(run)
+    return "" if round(run.unseen * run.clients) else f"of {run.clients} clients that is none; give a larger share"
+
+
 def _nothing_judged(run: Any) -> str:
     return "" if run.patience or run.keep == "best" else "it is what patience and keep=best judge by; give one of them"
 
@@ -274,6 +280,17 @@ class Settings:
             machine=True,
         ),
     ] = ("nll", "ece", "brier")
+    unseen: Annotated[
+        float,
+        About(
+            "the share of clients that never take part; evaluations tell how the server's model serves them, as it is "
+            "and after a newcomer's E-step: [below](#clients-that-never-took-part)",
+            least=0,
+            below=1,
+            simulated=True,
+            idle=_nobody_unseen,
+        ),
+    ] = 0.0
     patience: Annotated[
         int | None,
         About(

@@ -24,6 +24,7 @@ from fedprior.engines.devices import prepare
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import mode_of
 from fedprior.engines.privacy import accountant_of, check_budget, check_guard, guard_of
+from fedprior.engines.unseen import Roll, held_out
 from fedprior.wire import Wire
 
 
@@ -41,8 +42,12 @@ def check_run(settings: Settings, algorithm: Algorithm, network: Network, client
     check_statistics(network.module, settings.statistics)
     algorithm.check(network.params())
     named(settings.metrics)
-    if settings.clients_per_round > clients:
-        raise SettingError(f"clients_per_round is {settings.clients_per_round}, but there are only {clients} clients")
+    left = clients - held_out(clients, settings.unseen)
+    if settings.clients_per_round > left:
+        besides = "" if left == clients else f" that take part (unseen={settings.unseen})"
+        raise SettingError(
+            f"clients_per_round is {settings.clients_per_round}, but there are only {left} clients{besides}"
+        )
     check_guard(settings, algorithm, network)
     if settings.weighting == "examples" and uneven and not settings.private:
         check_takes_weight(algorithm.prior)
@@ -78,7 +83,8 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
     """The simulation of a run before its first round."""
     check_run(settings, algorithm, network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_attack(settings.attack, data)
-    check_budget(settings, data.clients)
+    roll = Roll.of(keys.key(settings.seed), data.clients, settings.unseen)
+    check_budget(settings, len(roll.seen))
     device, algorithm = device_of(settings), applied(settings, algorithm)
     # Copy the module: the user's own must keep its device and weights.
     network = replace(network, module=copied(network.module).to(device))
@@ -103,8 +109,9 @@ def build(algorithm: Algorithm, network: Network, data: FederatedData, settings:
         server=server,
         optimiser=TreeOptimiser(algorithm.server, server) if algorithm.server is not None else None,
         measures=what,
+        roll=roll,
         scores=blank_scores(what, data.clients),
-        accountant=accountant_of(settings, data.clients),
+        accountant=accountant_of(settings, len(roll.seen)),
     )
     mode_of(settings.mode, settings.messages, built)  # refuses impossible modes before anything is written
     return built

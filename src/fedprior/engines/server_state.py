@@ -13,7 +13,7 @@ from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DivergedError
 from fedprior.core.federated import FederatedData
 from fedprior.core.late import late
-from fedprior.core.metrics import Measures, judge, layer_sparsity, local_scores, of_clients, over_clients
+from fedprior.core.metrics import Judged, Measures, judge, layer_sparsity, local_scores, of_clients, over_clients
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
@@ -22,6 +22,8 @@ from fedprior.em import Algorithm, protocol
 from fedprior.em.folding import Sums
 
 Record = dict[str, Any]
+SCORES = ("global_", "local_", "unseen_", "newcomer_")
+"""How what is measured on test examples begins."""
 
 
 class Evaluation(NamedTuple):
@@ -61,22 +63,30 @@ def evaluate(
     scores: Mapping[str, Tensor],
     workers: Workers,
     data: FederatedData | None,
+    unseen: Judged | None = None,
 ) -> Evaluation:
-    """Global and local scores, and the size of the current server. Global scores need test examples."""
+    """Global and local scores, and the size of the current server. Global scores need test examples.
+
+    `unseen` is what is known of clients that never took part.
+    """
     prior = algorithm.prior
     server = prior.prune(state)
     models = algorithm.predict(server)
     judged = judge(workers, measures, algorithm.ship(server), data)
     clients = of_clients(scores, judged.clients)
+    apart = unseen or Judged({}, {})
     record = {
         **judged.scores,
         **local_scores(scores),
         **over_clients(clients),
+        **apart.scores,
         "sparsity": 1 - prior.effective_parameters(server) / trees.count(models),
         **layer_sparsity(models),
         **prior.tally(server),
     }
-    return Evaluation(record, clients)
+    # Each client's place is filled by one of the two.
+    every = {name: values.where(~values.isnan(), apart.clients.get(name, values)) for name, values in clients.items()}
+    return Evaluation(record, every)
 
 
 def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Record:
@@ -84,7 +94,7 @@ def totals(algorithm: Algorithm, state: Tree, records: Sequence[Record]) -> Reco
     server, last = algorithm.prior.prune(state), records[-1]
     return {
         "rounds": len(records),
-        **{name: value for name, value in last.items() if name.startswith(("global_", "local_"))},
+        **{name: value for name, value in last.items() if name.startswith(SCORES)},
         **{f"{name}_late": late(records, name) for name in ("global_accuracy", "local_accuracy") if name in last},
         **({"epsilon": last["epsilon"]} if "epsilon" in last else {}),
         "bytes_up": sum(record["bytes_up"] for record in records),

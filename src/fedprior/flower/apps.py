@@ -18,6 +18,7 @@ from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
 from fedprior.flower import expiry, resumed, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
+from fedprior.flower.roster import read_devices
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
@@ -52,7 +53,8 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
 
     `asked` is what a resumed run was started with; devices must be told.
     """
-    limits = Limits.of(config)
+    limits, told = Limits.of(config), dict(asked or {})
+    bound = read_devices(str(told.pop("devices", config.get("devices", ""))), job.clients)
     limits.check(job)  # a mistake in them should leave no folder behind
     resume = str(config.get("resume", ""))
     folder = RunFolder(Path(resume)) if resume else _new_folder(job, str(config.get("out", "")))
@@ -71,7 +73,7 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
                 folder.append_clients(record["round"], server.clients)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
-        HardEM(server, limits, keep, asked or {}).start(grid)
+        HardEM(server, limits, keep, told, bound).start(grid)
         summary, model = server.summary(records), server.model()
         folder.finish(summary, learned(model))
     console = Console(width=120)

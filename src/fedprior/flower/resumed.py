@@ -34,13 +34,15 @@ def asked(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     if "flower" not in found:
         raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
     kept, now = _read(folder, found["flower"]), given({**config, "rounds": 0})
-    unused = {key: value for key, value in now.items() if key in kept and kept[key] != value}
+    unused = {key: value for key, value in now.items() if key != "devices" and key in kept and kept[key] != value}
     if unused:
         words = ", ".join(f"{key}={value!r}" for key, value in unused.items())
         log.warning("%s goes on as it was started; not used: %s. More rounds: rounds=…", folder.path, words)
     here = [f"{key}={value}" for key, value in parse_settings(now).items() if key in MACHINE]
     if here and "settings" in kept:
         kept["settings"] = "; ".join([str(kept["settings"]), *here])
+    if config.get("devices"):  # one of them may have been replaced
+        kept["devices"] = config["devices"]
     return {**kept, "rounds": config.get("rounds") or found["run"]["rounds"]}
 
 

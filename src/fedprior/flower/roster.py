@@ -4,10 +4,12 @@ A device whose answer was of no use may have been upgraded or given another numb
 before it is asked anything. One whose answers are of no use again and again is left alone.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import Message
+
+from fedprior.core.errors import SettingError, WireError
 
 ASK_AGAIN = 30.0
 """Seconds before a node whose introduction was refused is greeted again, doubled each time."""
@@ -21,6 +23,8 @@ class Roster:
 
     patience: int
     """After how many useless answers in a row a node is quarantined; 0 means never."""
+    bound: Mapping[int, int] = field(default_factory=dict)
+    """Which client each node must be; if empty, any node may be any client."""
     clients: dict[int, int] = field(default_factory=dict)
     """Which client each node is, for the nodes that have introduced themselves."""
     asked: dict[str, Message] = field(default_factory=dict)
@@ -43,6 +47,16 @@ class Roster:
         asked = {message.metadata.dst_node_id for message in self.asked.values()}
         later = {node for node, when in self.again.items() if now < when}
         return sorted(set(online) - self.clients.keys() - asked - later - self.quarantined)
+
+    def check(self, node: int, client: int) -> None:
+        """Refuse a node that speaks for another client than its own, or for one that is taken."""
+        if self.bound and node not in self.bound:
+            raise WireError(f"the node says it is client {client}, but is not one of `devices`")
+        if self.bound and self.bound[node] != client:
+            raise WireError(f"the node says it is client {client}, but its key is that of client {self.bound[node]}")
+        if client in self.clients.values():
+            # It may be the same device after a crash, before Flower has noticed that its old node is gone.
+            raise WireError("another node is already this client")
 
     def welcome(self, node: int, client: int) -> None:
         """A node has introduced itself as this client."""
@@ -68,6 +82,21 @@ class Roster:
             self.quarantined.add(node)
             return True
         return False
+
+
+def read_devices(text: str, clients: int) -> dict[int, int]:
+    """Read `NODE=CLIENT; NODE=CLIENT`, with the numbers that Flower gave to the nodes when they were registered."""
+    bound: dict[int, int] = {}
+    for pair in filter(None, (pair.strip() for pair in text.replace("\n", ";").split(";"))):
+        node, _, client = (part.strip() for part in pair.partition("="))
+        if not (node.isdecimal() and client.isdecimal()):
+            raise SettingError(f"devices are written NODE=CLIENT; NODE=CLIENT, got {pair[:40]!r}")
+        if int(node) in bound or int(client) in bound.values():
+            raise SettingError(f"devices name a node or a client twice: {pair[:40]!r}")
+        if int(client) >= clients:
+            raise SettingError(f"devices have client {client}, but the job's clients are 0 to {clients - 1}")
+        bound[int(node)] = int(client)
+    return bound
 
 
 def _wait(count: int) -> float:

@@ -40,12 +40,13 @@ class HardEM(Strategy):
         limits: Limits,
         keep: Callable[[Record], None] = lambda record: None,
         asked: Mapping[str, Any] | None = None,
+        bound: Mapping[int, int] | None = None,
     ) -> None:
         self.server, self.limits, self.keep = server, limits, keep
         self.asked = asked or {}
         """What a resumed run was started with. Devices know only the run config of the command that resumes it."""
         self.min_replies = limits.needed(server.job.settings.clients_per_round)
-        self.roster = Roster(limits.quarantine_after)
+        self.roster = Roster(limits.quarantine_after, bound or {})
         cohort = limits.asked(server.job.settings.clients_per_round)
         if why := server.fold_above(limits.keep_megabytes * 1e6, cohort):
             log.warning("%s", why)
@@ -156,9 +157,7 @@ class HardEM(Strategy):
             node = greeting.metadata.dst_node_id
             try:
                 client, examples = messages.check_introduction(_content(reply), self.server, self.turn, self.limits)
-                if client in self.roster.clients.values():
-                    # It may be the same device after a crash, before Flower has noticed that its old node is gone.
-                    raise WireError("another node is already this client")
+                self.roster.check(node, client)
             except Exception as error:  # whatever a foreign machine sends, the run goes on
                 self.roster.turn_away(node, time.monotonic())
                 self._fault(node, None, error)

@@ -27,7 +27,9 @@ UNITS = ("units", "closed_by_votes", "closed_by_step")
 """For each layer, the units kept and, by cause, those that have closed so far."""
 RELIABILITY = ("confidence", "accuracy")
 """The reliability diagram of an evaluation has one of each for every bin."""
-PER_EVALUATION = ("sparsity", "tv_mean", "tv_max")
+UNSEEN = tuple(f"{who}_{name}" for who in ("unseen", "newcomer") for name in ("accuracy", "loss"))
+"""Of clients that never took part: the server's model as it is, and after a newcomer's E-step."""
+PER_EVALUATION = ("sparsity", "tv_mean", "tv_max", *UNSEEN)
 NUMBERS_OF_A_LINE = (*PER_ROUND, *PER_EVALUATION, "seconds", "bytes")
 
 

@@ -14,6 +14,8 @@ from fedprior.report.table import Table
 COLUMNS = ("run", "global acc.", "local acc.", "MB up", "MB down", "sparsity", "parameters", "seconds")
 SCORES = ("global_", "local_")
 """Prefixes of the names of what was measured on test examples."""
+APART = ("unseen_", "newcomer_")
+"""The same of clients that never took part."""
 ACCURACIES = ("global_accuracy", "local_accuracy")
 USUAL = ("nll", "ece", "brier")
 LATE = tuple(f"{name}_late" for name in ACCURACIES)
@@ -61,7 +63,9 @@ def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     usual = {"accuracy", "loss", *USUAL} if accurate else {"accuracy", *USUAL}
     found = [key for s in summaries for key in s if key.startswith(SCORES) and not key.endswith("_late")]
     names = dict.fromkeys(key.split("_", 1)[1] for key in found)
-    return [f"{prefix}{name}" for name in names if name not in usual and not of_clients(name) for prefix in SCORES]
+    shown = [f"{prefix}{name}" for name in names if name not in usual and not of_clients(name) for prefix in SCORES]
+    apart = "accuracy" if accurate else "loss"
+    return shown + [name for name in (f"unseen_{apart}", f"newcomer_{apart}") if any(name in s for s in summaries)]
 
 
 def of_clients(name: str) -> bool:
@@ -117,7 +121,7 @@ def numbers_of_runs(runs: Sequence[Run]) -> Table:
 def summary_of(run: Run) -> dict[str, Any]:
     """The run's summary; for an unfinished run, what its records say so far."""
     seconds = round_seconds(run.path)
-    scores = dict.fromkeys(key for record in run.rounds for key in record if key.startswith(SCORES))
+    scores = dict.fromkeys(key for record in run.rounds for key in record if key.startswith((*SCORES, *APART)))
     found = {
         "label": run.label,
         **{name: run.final(name) for name in (*scores, "sparsity")},

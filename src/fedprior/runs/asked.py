@@ -23,6 +23,7 @@ from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines.build import check_run, check_useful
 from fedprior.engines.privacy import with_noise
+from fedprior.engines.unseen import held_out
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -87,7 +88,7 @@ def assemble(
     check_kind(algorithm, Algorithm, "algorithm")
     seed = {} if task.seed is None else {"seed": task.seed}
     data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients)
-    settings = with_noise(settings, data.clients)
+    settings = with_noise(settings, data.clients - held_out(data.clients, settings.unseen))
     check_run(settings, algorithm, task.network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_useful(settings, algorithm, task.network, data.clients, tested=len(data.test_y) > 0)
     return Parts(task, algorithm, settings)

@@ -17,6 +17,7 @@ from fedprior.core.settings import Settings
 from fedprior.core.trees import Gates
 from fedprior.em import Algorithm, protocol
 from fedprior.engines.build import applied
+from fedprior.engines.unseen import Roll
 from fedprior.priors import Narrow
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -98,9 +99,10 @@ def _bytes_of(
     if not prior.per_client:
         return int(message(gates)) * count
     root, drawn = keys.key(settings.seed), list[Tensor]()
+    roll = Roll.of(root, clients, settings.unseen)
     for number in rounds[: math.ceil(SAMPLE / settings.clients_per_round)]:
         turn = Turn(root, number)
-        cohort = protocol.cohort(turn, clients, settings.clients_per_round)
+        cohort = roll.cohort(turn, settings.clients_per_round)
         drawn += protocol.broadcast_keys(prior, turn.of(torch.tensor(cohort)))
     each = torch.stack([message(prior.draw(gates, key)[0]) for key in drawn]).double()
     if len(each) == count:

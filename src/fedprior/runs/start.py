@@ -63,7 +63,9 @@ def start_session(parts: Parts, out: Path | str | None = None, label: str | None
     task, algorithm, settings = parts
     label = label or algorithm.name
     sim = build(algorithm, task.network, task.data, settings)
-    for caution in sim.algorithm.prior.cautions(settings.rounds) if ranks.first() else []:
+    prior = sim.algorithm.prior
+    dense = getattr(getattr(prior, "gating", None), "dense", "")
+    for caution in [*prior.cautions(settings.rounds), *([dense] if dense else [])] if ranks.first() else []:
         warnings.warn(caution, FedpriorWarning, stacklevel=3)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     about["partition"] = partition = task.data.fingerprint()

@@ -27,6 +27,8 @@ class Gating(ABC):
     """Parameters from which other layers' gates, not only their own, remove entries."""
     wiring: str = ""
     """Text that says what the gates remove, if names and shapes do not."""
+    dense: str = ""
+    """Text that says which layers have no gates although they have units."""
 
     def __init__(self, floor: int) -> None:
         if floor < 1:

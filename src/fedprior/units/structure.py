@@ -51,3 +51,5 @@ class Structure:
     owned: dict[str, tuple[str, ...]]
     """The parameters in which a unit of each source has a row, with or without a gate of its own. Sources with a norm
     are left out: even a unit that nothing reads is part of its neighbours' statistics."""
+    dense: str = ""
+    """Text that says which layers have no gates although they have units."""

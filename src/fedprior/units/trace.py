@@ -47,6 +47,10 @@ def find_structure(
     # With gates on inputs, those of the output layer belong to what it reads: its own rows are the classes.
     found = find_edges(model, example, gate_output=gate_output and not by_inputs, ungated=ungated)
     layers = _by_inputs(found, model, gate_output, frozenset(ungated)) if by_inputs else tuple(found.layers.values())
+    dense = _recurrent(model)
+    if dense and not layers:  # gates are then on what other layers read
+        layers = _by_inputs(found, model, True, frozenset(ungated))
+        dense += ", so gates are on what other layers read"
     if not layers:
         raise ModelError(
             "the model has no hidden units to gate: every layer feeds the output or is excluded from gating. "
@@ -58,7 +62,15 @@ def find_structure(
         for layer in found.layers.values()
         if not layer.blocks and all(parameter.rpartition(".")[0] == layer.name for parameter in layer.parameters)
     }
-    return Structure(layers, found.readers, shapes, tuple(sorted(found.inputs)), tuple(sorted(found.outputs)), owned)
+    ends = tuple(sorted(found.inputs)), tuple(sorted(found.outputs))
+    return Structure(layers, found.readers, shapes, *ends, owned, dense)
+
+
+def _recurrent(model: nn.Module) -> str:
+    """Text that says which recurrent layers have no gates; empty if there are none."""
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.RNNBase)]
+    names = ", ".join(f"{name} ({type(part).__name__})" for name, part in parts)
+    return f"recurrent layers have no gates, so these are trained and sent in full: {names}" if names else ""
 
 
 def _by_inputs(found: "Edges", model: nn.Module, gate_output: bool, ungated: frozenset[str]) -> tuple[Layer, ...]:

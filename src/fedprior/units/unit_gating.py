@@ -16,7 +16,7 @@ class UnitGating(Gating):
     def __init__(self, structure: Structure, *, floor: int = 1) -> None:
         super().__init__(floor)
         self.structure = structure
-        self.shapes = structure.shapes
+        self.shapes, self.dense = structure.shapes, structure.dense
         self.gate_shapes = {layer.name: (layer.size,) for layer in structure.layers}
         self.axes = {layer.name: layer.axis for layer in structure.layers}
         self.wiring = repr((structure.layers, structure.readers))

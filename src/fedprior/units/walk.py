@@ -47,7 +47,8 @@ class Walk:
         self.attended: set[str] = set()
         """The layers whose outputs an attention reads, and the heads that these are."""
         self.stream: set[str] = set()
-        """The layers that an attention reads through its projections, and those that read attentions."""
+        """The layers that an attention reads through its projections, those that read attentions, and what a recurrent
+        layer reads, which has no gates either."""
         self.sums: list[frozenset[str]] = []
 
     def run(self) -> "Walk":
@@ -74,6 +75,8 @@ class Walk:
     def _called(self, node: fx.Node, inputs: list[Edge]) -> Edge:
         if isinstance(self.modules[str(node.target)], ATTENTIVE):
             return self._torch_attention(node, inputs)
+        if isinstance(self.modules[str(node.target)], nn.RNNBase):
+            self.stream |= {source for edge in inputs for source in edge.sources}
         if len(inputs) > 1 and any(edge.sources for edge in inputs):
             return self._unknown(f"module {str(node.target)!r}, which has several inputs,", inputs)
         return self._module(node, inputs[0] if inputs else OPEN)

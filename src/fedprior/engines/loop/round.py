@@ -31,6 +31,7 @@ from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.privacy import Accountant
 from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, left_out, update
+from fedprior.engines.unseen import Roll, judge_unseen, tested_by
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Simulation:
     server: Tree
     optimiser: TreeOptimiser | None
     measures: Measures
+    roll: Roll
+    """Which clients take part."""
     scores: dict[str, Tensor]
     """For each measure, every client's mean on its test set with the model it last sent; nan before its first turn."""
     accountant: Accountant | None = None
@@ -77,8 +80,7 @@ class Simulation:
         """One round of hard EM."""
         start, number = time.perf_counter(), self.round + 1
         algorithm, turn, rate = self.algorithm, Turn(self.root, number), self.settings.rates.at(number)
-        drawn = self.data.clients, self.settings.clients_per_round
-        clients = protocol.cohort(turn, *drawn, private=self.settings.private)
+        clients = self.roll.cohort(turn, self.settings.clients_per_round, private=self.settings.private)
 
         server = algorithm.prior.prune(self.server)
         if not clients:
@@ -192,9 +194,9 @@ class Simulation:
 
     def share(self, clients: list[int]) -> Share:
         """How much these clients count in the M-step."""
-        train = self.data.train
+        sizes = [self.data.train.size(client) for client in clients]
         weighting = "equal" if self.settings.private else self.settings.weighting
-        return share(weighting, [train.size(client) for client in clients], train.sizes, self.root.device)
+        return share(weighting, sizes, self.roll.sizes(self.data), self.root.device)
 
     @property
     def accuracy(self) -> Tensor:
@@ -224,8 +226,11 @@ class Simulation:
 
     def evaluate(self) -> Record:
         """Scores and size of the current server."""
+        held_out = self.roll.unseen
+        data = tested_by(self.data, self.roll.seen) if held_out else self.data
+        also = judge_unseen(self) if held_out else None
         record, self.clients = evaluate(
-            self.algorithm, self.server, self.measures, self.scores, self.workers, self.data
+            self.algorithm, self.server, self.measures, self.scores, self.workers, data, also
         )
         return record
 

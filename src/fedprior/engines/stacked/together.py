@@ -74,7 +74,7 @@ class Together:
         self.hostile = torch.cat([sim.hostile for sim in simulations])
         uneven = any(len(set(sim.data.train.sizes)) > 1 for sim in simulations)
         self.weighs = first.settings.weighting == "examples" and uneven
-        self.examples = torch.tensor([int(sim.data.train.sizes.sum()) for sim in simulations], device=self.device)
+        self.examples = torch.tensor([int(sim.roll.sizes(sim.data).sum()) for sim in simulations], device=self.device)
         self.blank = first.algorithm.remember(first.network.params(), first.network.statistics())
         self.downlink = first.algorithm.downlink(first.server)
         self.rate = Rate()
@@ -128,8 +128,7 @@ class Together:
     def _prepare(self, number: int) -> tuple[list[list[int]], Shape, Inputs]:
         """Choose the cohorts, on the host."""
         clients = [
-            protocol.cohort(Turn(root, number), run.data.clients, self.cohort)
-            for root, run in zip(self.roots, self.runs, strict=True)
+            run.roll.cohort(Turn(root, number), self.cohort) for root, run in zip(self.roots, self.runs, strict=True)
         ]
         pairs = [(run.data, client) for run, chosen in zip(self.runs, clients, strict=True) for client in chosen]
         extent = Extent.of([data.train.size(client) for data, client in pairs], self.runs[0].workload)
@@ -277,7 +276,7 @@ class Together:
     def _share(self, clients: Tensor) -> Share:
         """How much each run's cohort counts: `Simulation.share`, in tensors."""
         if not self.weighs:
-            return Share(self.cohort / self.runs[0].data.clients)
+            return Share(self.cohort / len(self.runs[0].roll.seen))
         weight = self.train.size[clients + self.base].double()
         return Share(weight.sum(1) / self.examples, weight)
 

@@ -42,7 +42,9 @@ class LineChart {
   range(series) {
     const xs = series.flatMap((s) => s.points.map((p) => p[0])), ys = series.flatMap((s) => s.points.map((p) => p[1]));
     let [x0, x1] = extent(xs), [y0, y1] = extent(ys);
+    // Bands are seen whole; a logarithm has none below zero.
     y1 = Math.max(y1, extent(series.flatMap((s) => s.points.map(([, y, error]) => y + error)))[1]);
+    if (!this.state.logY) y0 = Math.min(y0, extent(series.flatMap((s) => s.points.map(([, y, error]) => y - error)))[0]);
     if (!this.state.logX) x0 = 0;
     if (this.spec.y.zero && !this.state.logY) y0 = Math.min(0, y0);
     if (this.spec.y.skip && !this.state.whole) y0 = Math.max(y0, Math.min(this.start(series, ys), y1 - 0.02));

@@ -63,6 +63,10 @@ if (served.length) {
     new LineChart(grid("clients"), { title: `Worst tenth of clients, ${where}`, series: lines("round", field), x: ROUND, y: kind });
   }
 }
+for (const [who, text] of [["unseen", "Clients that never took part, server's model"], ["newcomer", "The same after an E-step"]]) {
+  const field = runs.some((r) => r.evaluated[`${who}_accuracy`]) ? `${who}_accuracy` : `${who}_loss`;
+  if (runs.some((r) => r.evaluated[field])) new LineChart(grid("clients"), { title: text, series: lines("round", field), x: ROUND, y: field.endsWith("accuracy") ? { ...SHARE, skip: true } : { format: three, log: true } });
+}
 new LineChart(grid("sparsity"), { title: "Sparsity over rounds", series: lines("round", "sparsity"), x: ROUND, y: { ...SHARE, zero: true } });
 const sparse = runs.filter((r) => Object.keys(r.layers).length);
 if (sparse.length) {
