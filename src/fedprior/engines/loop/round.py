@@ -119,7 +119,7 @@ class Simulation:
     def _speak(self, server: Tree, turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
         """Return what was said to each client, if uploads refer to it; the packets as clients hear them, stacked; their
         bytes; and the layers where the floor acted."""
-        algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), len(turn.key(Purpose.BROADCAST))
+        algorithm, layout, count = self.algorithm, self.algorithm.downlink(server), len(turn.key(Purpose.BATCHES))
         said, packets, total, kept = [], [], 0, set()
         for key in protocol.broadcast_keys(algorithm.prior, turn):
             spoken = protocol.speak(algorithm, server, key, layout)
