@@ -106,6 +106,13 @@ def _restored(
     return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
 
+def simulation_of(run: Result | Path | str, task: Task | None, algorithm: Algorithm | None, call: str) -> Simulation:
+    """A run's simulation where it stopped."""
+    if isinstance(run, Result):
+        return run.simulation
+    return _restored(RunFolder(Path(run)), task, algorithm, with_state=True, best=False, call=call)[2]
+
+
 def personal_model(sim: Simulation, client: int) -> nn.Module:
     """Return the hard assignment that a client would commit to if it were called in the next round."""
     if not 0 <= client < sim.data.clients:
@@ -173,6 +180,7 @@ def evaluate(
     data: Path | str | None = None,
     personalise: int | None = None,
     best: bool = False,
+    posterior: nn.Module | None = None,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
@@ -180,14 +188,18 @@ def evaluate(
     test examples or on a file or folder of others.
 
     With `best`, evaluate the network of the best evaluation, if the run kept it. With `personalise`, evaluate that
-    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`.
+    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`. With
+    `posterior`, made by `fedprior.posterior`, evaluate that instead, again with the server's network beside it.
     """
+    if posterior is not None and (best or personalise is not None):
+        raise SettingError("a posterior is of the last server: choose one of posterior, best and personalise")
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
     x, y = (found.x, found.y) if data is None else _read(Path(data), found)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
-    own = _score(found.module, x, y, *found.judged)
-    beside = {} if personalise is None else {"server": _score(found.server, x, y, *found.judged)}
+    own = _score(posterior or found.module, x, y, *found.judged)
+    alone = personalise is None and posterior is None
+    beside = {} if alone else {"server": _score(found.server, x, y, *found.judged)}
     return {"title": found.title, "examples": len(y), **own, **beside}
 
 
