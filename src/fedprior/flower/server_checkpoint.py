@@ -5,8 +5,7 @@ from pathlib import Path
 
 from fedprior.core import storage
 from fedprior.flower.server import Server
-
-FORMAT = "fedprior-flower-checkpoint-1"
+from fedprior.runs.checkpoint import DEPLOYED as FORMAT
 
 
 def save(path: Path, server: Server, records: str) -> None:

@@ -8,6 +8,8 @@ from fedprior.core import storage
 from fedprior.engines.loop.round import Simulation
 
 FORMAT = "fedprior-checkpoint-2"
+DEPLOYED = "fedprior-flower-checkpoint-1"
+"""What the server of real devices writes (`flower/server_checkpoint.py`)."""
 
 
 def save(path: Path, simulation: Simulation, records: str = "") -> None:
@@ -38,6 +40,14 @@ def load(path: Path, simulation: Simulation) -> str:
     simulation.server, simulation.scores, simulation.memory = server, scores, memory
     simulation.round, simulation.seconds = saved.round, saved.seconds
     return saved.records
+
+
+def load_deployed(path: Path, simulation: Simulation, run: str) -> None:
+    """Put the state of a deployed server into a simulation built from the same config, to go on from there."""
+    saved = storage.load(path, DEPLOYED, run)
+    with storage.fitting(path):
+        simulation.server = storage.like(simulation.server, saved.tree["state"], simulation.root.device)
+    simulation.round, simulation.seconds = saved.round, saved.seconds
 
 
 def _identity(simulation: Simulation) -> str:

@@ -102,7 +102,16 @@ def _restored(
         return about, task.scale, sim, _with_weights(kept, task.network.module, sim.measures.class_dim)
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no server state to start from")
-    checkpoint.load(folder.checkpoint, sim)
+    deployed = str(folder.read_config().get("flower", {}).get("run", ""))
+    if not deployed:
+        checkpoint.load(folder.checkpoint, sim)
+    elif with_state and algorithm.remember(sim.network.params(), sim.network.statistics()):
+        raise RunError(
+            f"{folder.path} is a Flower run of {algorithm.name}, whose clients remember what only their own devices "
+            "have: a client's own model cannot be made here"
+        )
+    else:
+        checkpoint.load_deployed(folder.checkpoint, sim, deployed)
     return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
 
