@@ -202,9 +202,10 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow and fedsparse-sized"),
         (("--budget", "much"), "number of bytes"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fedsparse-sized, fednarrow"),
-        (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many gates close"),
-        (("--algorithm", "fedsparse", "--budget", "1MB"), "or fednarrow"),
-        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "or fednarrow"),
+        (("--algorithm", "fedsparse+scaffold", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many gates close"),
+        (("--algorithm", "fedsparse", "--sparsity", "0.5", "--set", "lambda0=1e-6"), "not of fedsparse-sized"),
+        (("--algorithm", "fedsparse+scaffold", "--budget", "1MB"), "or fednarrow"),
+        (("--algorithm", "fedsparse-unstructured", "--set", "max_parameters=9"), "or fednarrow"),
     ):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2
@@ -357,6 +358,17 @@ def test_set_reaches_every_option_that_has_a_flag(shell, tmp_path):
     assert shell("run", "tiny", "--out", "sets", *given)[0] == 0
     for name in ("config.toml", "rounds.jsonl"):
         assert (tmp_path / "flags" / name).read_text() == (tmp_path / "sets" / name).read_text()
+
+
+def test_with_a_size_fedsparse_is_the_one_that_learns_what_fits(shell, tmp_path):
+    size = ("--set", "sparsity=0.5")
+    code, out, err = shell("compare", "tiny", "--algorithms", "fedavg,fedsparse", *size, "--rounds", 2, "--out", "both")
+    assert (code, err) == (0, "")
+    assert "asked for a size: fedsparse is fedsparse-sized" in out
+    assert 'algorithm = "fedsparse-sized"' in (tmp_path / "both" / "fedsparse-sized" / "config.toml").read_text()
+    code, _, err = shell("compare", "tiny", "--algorithms", "fedsparse,fedsparse-sized", "--sparsity", "0.5")
+    assert code == 2
+    assert "different names" in err
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**63 - 1])
