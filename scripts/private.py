@@ -58,7 +58,13 @@ def main() -> None:
                 result = fedprior.run(task, chosen, **SETTINGS, **private, clip=given.clip, seed=seed)
                 spent = result.summary.get("epsilon")
                 settings = result.simulation.settings
-                found = (budget, seed, settings.noise, spent and round(spent, 3), result.summary["global_accuracy"])
+                found = (
+                    budget,
+                    seed,
+                    settings.noise_multiplier,
+                    spent and round(spent, 3),
+                    result.summary["global_accuracy"],
+                )
                 rows.writerow(dict(zip(FIELDS, found, strict=True)))
                 file.flush()
                 print(*found, flush=True)
