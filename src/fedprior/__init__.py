@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedprior.runs.early import STOP
     from fedprior.runs.start import resume, run
     from fedprior.trained.export import evaluate, export
+    from fedprior.trained.posterior import posterior
 
 __all__ = [
     "ALGORITHMS",
@@ -57,6 +58,7 @@ __all__ = [
     "evaluate",
     "export",
     "own_task",
+    "posterior",
     "resume",
     "run",
     "task",
@@ -77,6 +79,7 @@ _HOMES = {
     "runs.early": ("STOP",),
     "runs.start": ("resume", "run"),
     "trained.export": ("evaluate", "export"),
+    "trained.posterior": ("posterior",),
 }
 """Which module has which name. They import torch, which takes seconds, so each is imported on first use."""
 

@@ -142,7 +142,7 @@ def test_the_command_on_the_page_repeats_the_run(shell, tmp_path):
         *("--set", "size=7", "--set", "lambda0=1e-3", "--set", "server_optimiser=none", "--set", "structured=false"),
     )
     shell("report", "one")
-    text = re.search(r"<pre>(fedprior run .*?)</pre>", (tmp_path / "report.html").read_text()).group(1)
+    text = re.search(r"<pre[^>]*>(fedprior run .*?)</pre>", (tmp_path / "report.html").read_text()).group(1)
     command = shlex.split(html.unescape(text))
     assert shell(*command[1:], "--out", "two")[0] == 0
     for name in ("config.toml", "rounds.jsonl", "partition.json"):

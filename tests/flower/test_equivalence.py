@@ -15,7 +15,7 @@ import own_prior
 from fedprior.core import trees
 from fedprior.core.settings import Settings
 from fedprior.engines.build import build
-from fedprior.flower import HardEM, Job, Server, client_app, own_job
+from fedprior.flower import HardEM, Job, Server, client_app, named_job, own_job
 
 RUN = "0123456789abcdef"
 COUNTED = ("round", "bytes_up", "bytes_down", "floored", "global_accuracy", "sparsity")
@@ -170,6 +170,24 @@ def test_devices_that_load_dictionaries_have_the_simulators_numbers(wire, quick,
         assert ours["bytes_up"] == theirs["bytes_up"]
         for key in ("train_loss", "local_loss", "local_hits"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-9)
+
+
+def test_a_transformer_learns_text_on_devices_as_in_the_simulator(quick, tmp_path):
+    options = {"width": 8, "layers": 1, "heads": 2, "context": 16, "least": 20000}
+    settings = {"rounds": 2, "clients_per_round": 2, "local_steps": 2, "evaluate_every": 2, "device": "cpu"}
+    algorithm = {"sparsity": 0.3, "local_optimiser": "SGD(lr=0.1)"}
+    task = fedprior.task("shakespeare-mini", **options)
+    built = fedprior.algorithm("fedsparse-sized", task.network, **algorithm)
+    expected = fedprior.run(task, built, workers=1, **settings).records
+    told = "; ".join(f"{name}={value}" for name, value in {**options, **settings, **algorithm}.items())
+    job = named_job({"task": "shakespeare-mini", "algorithm": "fedsparse-sized", "settings": told})
+    kept = []
+    HardEM(Server.new(job, RUN), quick, kept.append).start(LocalGrid(job, tmp_path))
+    for ours, theirs in zip(kept, expected, strict=True):
+        assert (ours["bytes_up"], ours["bytes_down"]) == (theirs["bytes_up"], theirs["bytes_down"])
+        for key in ("train_loss", *(["global_bits", "local_bits"] if "global_bits" in theirs else [])):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4)  # float32
+    assert "global_bits" in expected[-1]
 
 
 class Normed(nn.Module):

@@ -39,6 +39,7 @@ class Purpose(IntEnum):
     COMPONENTS = 10
     NOISE = 11
     UNSEEN = 12
+    POSTERIOR = 13
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

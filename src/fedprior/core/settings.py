@@ -108,6 +108,10 @@ def _public(run: Any) -> str:
     )
 
 
+def _private(run: Any) -> str:
+    return "" if _public(run) else "the run is private, and clip bounds every upload"
+
+
 def _unused_attack(run: Any) -> str:
     return "" if run.attackers else "there are no attackers; give their share, as attackers=0.2"
 
@@ -202,6 +206,16 @@ class Settings:
             ("examples", "equal"),
         ),
     ] = "examples"
+    bound: Annotated[
+        float,
+        About(
+            "how many times as far from the server's state as usual an upload may be; one that is farther, or not "
+            "finite, is left out and its client named in the record; 0: any: "
+            "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
+            least=0,
+            idle=_private,
+        ),
+    ] = 8.0
     clip: Annotated[
         float | None,
         About(

@@ -16,7 +16,7 @@ from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.server_state import Record, learned
-from fedprior.flower import expiry, resumed, server_checkpoint
+from fedprior.flower import expiry, metrics, resumed, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
 from fedprior.flower.roster import read_devices
 from fedprior.flower.server import Server
@@ -24,7 +24,7 @@ from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
 from fedprior.runs.folder import RunFolder, checksum
 from fedprior.runs.specs import differences
-from fedprior.runs.start import unused_folder
+from fedprior.runs.start import keep_partition, unused_folder
 
 log = logging.getLogger("flwr")
 
@@ -63,17 +63,25 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
         if not resume:
             about = {"run": secrets.token_hex(8), "clients": job.clients, "config": json.dumps(resumed.given(config))}
             folder.create({**job.config(), "flower": about})
+            if job.data is not None:
+                keep_partition(folder, job.data, job.data.fingerprint())
         server, records = _open(folder, job)
         log.info("the run is kept in %s", folder.path.resolve())
+
+        spent = [server.seconds]
 
         def keep(record: Record) -> None:
             records.append(record)
             folder.append(record)
+            folder.append_time(record["round"], server.seconds - spent[-1])
+            spent.append(server.seconds)
             if "sparsity" in record:
                 folder.append_clients(record["round"], server.clients)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
-        HardEM(server, limits, keep, told, bound).start(grid)
+        labels = {"task": job.task, "algorithm": job.algorithm.name, "run": folder.path.name}
+        with metrics.serving(str(config.get("metrics", "")), records, job.settings.rounds, labels):
+            HardEM(server, limits, keep, told, bound).start(grid)
         summary, model = server.summary(records), server.model()
         folder.finish(summary, learned(model))
     console = Console(width=120)

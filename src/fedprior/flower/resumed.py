@@ -16,7 +16,7 @@ from fedprior.flower.job import Limits, parse_settings, with_rounds
 from fedprior.runs.folder import RunFolder
 
 log = logging.getLogger("flwr")
-OWN = frozenset({"out", "resume", "rounds"}) | {f.name.replace("_", "-") for f in fields(Limits)}
+OWN = frozenset({"out", "resume", "rounds", "metrics"}) | {f.name.replace("_", "-") for f in fields(Limits)}
 """The keys of a run config that belong to one command: its folder, how far it goes, how long it waits."""
 
 

@@ -8,6 +8,8 @@ from fedprior.core import storage
 from fedprior.engines.loop.round import Simulation
 
 FORMAT = "fedprior-checkpoint-2"
+DEPLOYED = "fedprior-flower-checkpoint-1"
+"""What the server of real devices writes (`flower/server_checkpoint.py`)."""
 
 
 def save(path: Path, simulation: Simulation, records: str = "") -> None:
@@ -24,7 +26,10 @@ def load(path: Path, simulation: Simulation) -> str:
     """Restore the state of a simulation built from the same config; return the records' checksum."""
     saved = storage.load(path, FORMAT, _identity(simulation))
     with storage.fitting(path):
-        server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
+        found = {**saved.tree["server"]}
+        if "usual" in simulation.server:  # a run that started without a bound, or with an older version
+            found.setdefault("usual", simulation.server["usual"])
+        server = storage.like(simulation.server, found, simulation.root.device)
         kept = saved.tree["clients"]  # an older version kept only accuracies
         scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in simulation.scores.items()}
         network = simulation.network
@@ -35,6 +40,14 @@ def load(path: Path, simulation: Simulation) -> str:
     simulation.server, simulation.scores, simulation.memory = server, scores, memory
     simulation.round, simulation.seconds = saved.round, saved.seconds
     return saved.records
+
+
+def load_deployed(path: Path, simulation: Simulation, run: str) -> None:
+    """Put the state of a deployed server into a simulation built from the same config, to go on from there."""
+    saved = storage.load(path, DEPLOYED, run)
+    with storage.fitting(path):
+        simulation.server = storage.like(simulation.server, saved.tree["state"], simulation.root.device)
+    simulation.round, simulation.seconds = saved.round, saved.seconds
 
 
 def _identity(simulation: Simulation) -> str:

@@ -25,7 +25,7 @@ from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
 
-BEFORE = {"weighting": "equal", "metrics": ()}
+BEFORE = {"weighting": "equal", "metrics": (), "bound": 0.0}
 """The behaviour of runs whose config is older than a setting, if it differs from the setting's default."""
 
 
@@ -72,7 +72,7 @@ def start_session(parts: Parts, out: Path | str | None = None, label: str | None
     folder = RunFolder(Path(out)) if out is not None else None
     if folder and ranks.first():
         folder.create(config_of(parts, label, partition))
-        _keep_partition(folder, task.data, partition)
+        keep_partition(folder, task.data, partition)
     return Session(sim, settings, about, folder if ranks.first() else None, scale=task.scale)
 
 
@@ -91,7 +91,7 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
         raise RunError(f"{folder.path} is a Flower run: continue it with `flwr run` and its resume option")
     partition = check_data(folder, task)
     if ranks.first():
-        _keep_partition(folder, task.data, partition)
+        keep_partition(folder, task.data, partition)
     sim = build(algorithm, task.network, task.data, settings)
     about |= {"seed": settings.seed, "partition": partition}  # type: ignore[dict-item]
     # A run without a checkpoint was stopped in its first seconds, so it starts again.
@@ -246,7 +246,7 @@ def unused_folder(path: Path) -> Path:
     return candidate
 
 
-def _keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
+def keep_partition(folder: RunFolder, data: FederatedData, fingerprint: str) -> None:
     """Store class counts per client next to the run, once; one line per client."""
     if folder.partition.exists():
         return

@@ -102,8 +102,24 @@ def _restored(
         return about, task.scale, sim, _with_weights(kept, task.network.module, sim.measures.class_dim)
     if not folder.checkpoint.exists():
         raise RunError(f"{folder.path} has no checkpoint.safetensors: there is no server state to start from")
-    checkpoint.load(folder.checkpoint, sim)
+    deployed = str(folder.read_config().get("flower", {}).get("run", ""))
+    if not deployed:
+        checkpoint.load(folder.checkpoint, sim)
+    elif with_state and algorithm.remember(sim.network.params(), sim.network.statistics()):
+        raise RunError(
+            f"{folder.path} is a Flower run of {algorithm.name}, whose clients remember what only their own devices "
+            "have: a client's own model cannot be made here"
+        )
+    else:
+        checkpoint.load_deployed(folder.checkpoint, sim, deployed)
     return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
+
+
+def simulation_of(run: Result | Path | str, task: Task | None, algorithm: Algorithm | None, call: str) -> Simulation:
+    """A run's simulation where it stopped."""
+    if isinstance(run, Result):
+        return run.simulation
+    return _restored(RunFolder(Path(run)), task, algorithm, with_state=True, best=False, call=call)[2]
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:
@@ -173,6 +189,7 @@ def evaluate(
     data: Path | str | None = None,
     personalise: int | None = None,
     best: bool = False,
+    posterior: nn.Module | None = None,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
@@ -180,14 +197,18 @@ def evaluate(
     test examples or on a file or folder of others.
 
     With `best`, evaluate the network of the best evaluation, if the run kept it. With `personalise`, evaluate that
-    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`.
+    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`. With
+    `posterior`, made by `fedprior.posterior`, evaluate that instead, again with the server's network beside it.
     """
+    if posterior is not None and (best or personalise is not None):
+        raise SettingError("a posterior is of the last server: choose one of posterior, best and personalise")
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
     x, y = (found.x, found.y) if data is None else _read(Path(data), found)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
-    own = _score(found.module, x, y, *found.judged)
-    beside = {} if personalise is None else {"server": _score(found.server, x, y, *found.judged)}
+    own = _score(posterior or found.module, x, y, *found.judged)
+    alone = personalise is None and posterior is None
+    beside = {} if alone else {"server": _score(found.server, x, y, *found.judged)}
     return {"title": found.title, "examples": len(y), **own, **beside}
 
 

@@ -47,7 +47,7 @@ class OfText(Group):
 
 def shakespeare_mini(seed: int, *, text: OfText = OfText()) -> Task:
     """A small transformer for the next character of eight embedded plays, one client a role."""
-    return _text_task("shakespeare-mini", seed, speakers(embedded.shakespeare_mini()), text, rounds=60)
+    return _text_task("shakespeare-mini", seed, speakers(embedded.shakespeare_mini()), text, rounds=80)
 
 
 def shakespeare(

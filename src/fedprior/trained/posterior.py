@@ -1,0 +1,86 @@
+"""What the hierarchical model is unsure of, as an ensemble: draws from its prior, or its clients' hard assignments.
+
+A draw from the prior is what a client would commit to that has no data. With gates these are drawn from θ, of a mixture
+it is a component; a Gaussian with one centre draws the same network each time, and is refused.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedprior.catalogue.tasks import Task
+from fedprior.core import keys, trees
+from fedprior.core.ensemble import Ensemble
+from fedprior.core.errors import SettingError
+from fedprior.core.keys import Purpose, Turn
+from fedprior.core.options import either
+from fedprior.core.trees import Params
+from fedprior.em import Algorithm
+from fedprior.engines.loop.round import Simulation
+from fedprior.engines.server_state import with_values
+from fedprior.runs.drive import Result
+from fedprior.trained.export import personal_model, simulation_of
+
+SOURCES = ("prior", "clients")
+
+
+def posterior(
+    run: Result | Path | str,
+    *,
+    samples: int = 16,
+    of: str = "prior",
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+) -> Ensemble:
+    """A run's uncertainty as an ensemble, whose outputs are the logarithm of its members' mean probabilities.
+
+    With `of="prior"`, the members are draws from the prior: networks with gates drawn from θ, or the components of a
+    mixture, all of them. With `of="clients"`, they are the hard assignments that so many clients would commit to.
+    """
+    if of not in SOURCES:
+        raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
+    sim = simulation_of(run, task, algorithm, "posterior")
+    most = sim.data.clients if of == "clients" else samples
+    if not 1 <= samples <= most:
+        raise SettingError(f"samples must lie between 1 and {max(most, 1)}, got {samples}")
+    if of == "clients":
+        chosen = keys.choose(keys.fold(sim.root, Purpose.POSTERIOR), sim.data.clients, samples)
+        members = [personal_model(sim, client) for client in chosen]
+    else:
+        members = [with_values(copy.deepcopy(sim.network.module), one) for one in _draws(sim, samples)]
+    return Ensemble([member.cpu() for member in members], sim.measures.class_dim).eval()
+
+
+def _draws(sim: Simulation, samples: int) -> list[Params]:
+    """So many draws from the prior, or all components if the server has several models."""
+    server = sim.algorithm.prior.prune(sim.server)
+    shipped = sim.algorithm.ship(server)
+    several = len(next(iter(shipped.values())))
+    if several > 1:
+        return [trees.row(shipped, k) for k in range(several)]
+    turn, prior = Turn(sim.root, sim.round + 1), sim.algorithm.prior
+    drawn = [_draw(sim, turn, number) for number in range(samples)]
+    if samples > 1 and all(torch.equal(one[name], drawn[0][name]) for one in drawn for name in one):
+        raise SettingError(
+            f"{type(prior).__name__} draws the same network each time, so its prior is sure of it: use of='clients'"
+        )
+    own = {name: value[0] for name, value in shipped.items()}
+    return [{**own, **one} for one in drawn]
+
+
+def _draw(sim: Simulation, turn: Turn, number: int) -> Params:
+    """The hard assignment of a client that has no data."""
+    prior = sim.algorithm.prior
+    server = prior.prune(sim.server)
+
+    def key(purpose: Purpose) -> Tensor:
+        return keys.fold(keys.fold(turn.key(Purpose.POSTERIOR), purpose), number)
+
+    def blind(params: Params) -> Tensor:
+        return torch.zeros(())
+
+    packet = sim.algorithm.broadcast(server, key(Purpose.BROADCAST))
+    local = prior.adopt(packet, key(Purpose.ADOPT), blind)
+    return prior.realise(prior.commit(local, prior.receive(packet), key(Purpose.COMMIT)), packet)
