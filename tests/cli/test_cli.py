@@ -596,7 +596,7 @@ def test_a_broken_or_foreign_checkpoint_is_a_one_line_error_and_nothing_is_lost(
 
 
 def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_rate(shell, tmp_path):
-    arguments = ("--out", "mine", "--set", "local_optimiser=SGD(lr=1e20)")
+    arguments = ("--out", "mine", "--set", "local_optimiser=SGD(lr=1e20)", "--set", "bound=0")
     code, out, err = shell("run", "tiny", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.match(r"error: client [0-5] diverged in round 1: .*lower the learning rates", err)
@@ -605,7 +605,7 @@ def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_r
     config = tmp_path / "mine" / "config.toml"
     config.write_text(config.read_text().replace("SGD(lr=1e+20)", "SGD(lr=0.05)"))
     assert shell("resume", "mine")[0] == 0
-    shell("run", "tiny", "--out", "calm")
+    shell("run", "tiny", "--out", "calm", "--set", "bound=0")
     assert (tmp_path / "mine" / "rounds.jsonl").read_text() == (tmp_path / "calm" / "rounds.jsonl").read_text()
 
 
