@@ -83,14 +83,14 @@ def small_task() -> Callable[..., fedprior.Task]:
 
 @pytest.fixture
 def diverging_task(small_task: Callable[..., fedprior.Task]) -> Callable[..., fedprior.Task]:
-    """Builds a task of three clients, of which client 1 has an infinite loss from the start."""
+    """Builds a task of three clients, of which client 1 has an infinite loss from the start, which ends the run."""
 
     def infinite_for_the_last_class(outputs: Tensor, y: Tensor) -> Tensor:
         losses = nn.functional.cross_entropy(outputs, y, reduction="none")
         return losses * torch.where(y == CLASSES - 1, torch.inf, 1.0)
 
     def build(**defaults: Any) -> fedprior.Task:
-        task = small_task((4, 4, 4), loss=infinite_for_the_last_class, **defaults)
+        task = small_task((4, 4, 4), loss=infinite_for_the_last_class, **{"bound": 0.0, **defaults})
         task.data.y.clamp_(max=CLASSES - 2)
         task.data.y[task.data.train[1]] = CLASSES - 1
         return task

@@ -16,7 +16,14 @@ import fedprior
 from fedprior.core.errors import DivergedError
 from fedprior.core.network import Network
 
-SETTINGS = {"rounds": 16, "evaluate_every": 16, "clients_per_round": 15, "mode": "vectorised", "device": "cpu"}
+SETTINGS = {
+    "rounds": 16,
+    "evaluate_every": 16,
+    "clients_per_round": 15,
+    "mode": "vectorised",
+    "device": "cpu",
+    "bound": 0.0,
+}
 
 
 def digits() -> fedprior.Task:

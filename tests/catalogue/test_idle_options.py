@@ -75,22 +75,6 @@ IDLE = {
         LINEAR,
         "one of",
     ),
-    "nothing to remove": (
-        "fednarrow",
-        {"sparsity": 0.0, "shrink": 0.2},
-        LINEAR,
-        {"sparsity": 0.1},
-        LINEAR,
-        "the whole network's",
-    ),
-    "nothing is voted out": (
-        "fedsparse-sized",
-        {"sparsity": 0.0, "recall": 0.5},
-        LINEAR,
-        {"sparsity": 0.1},
-        LINEAR,
-        "the whole network's",
-    ),
     "one component": ("fedmix", {"components": 1, "spread": 0.2}, LINEAR, {"components": 2}, LINEAR, "one component"),
 }
 

@@ -59,7 +59,7 @@ def test_a_diverged_round_leaves_the_server_and_its_moments_unchanged(text: str)
                 update(algorithm, states[0], bad, disturbed, Share(1.0), 3)
             assert flat(disturbed.state()) == before
         states = [
-            update(algorithm, state, uploads, mine, Share(1.0), number)
+            update(algorithm, state, uploads, mine, Share(1.0), number).server
             for state, mine in zip(states, (disturbed, plain), strict=True)
         ]
         assert flat(disturbed.state()) == flat(plain.state())
@@ -133,12 +133,12 @@ def test_a_client_whose_numbers_are_not_finite_is_named(place: str, bad: float) 
         "more": {"n": torch.ones(3)},
     }
     loss = torch.ones(3)
-    _check_clients([7, 8, 9], result(uploads, loss), 4)
+    _check_clients([7, 8, 9], result(uploads, loss), 4, False)
     {"loss": loss, "weights": uploads["weights"]["a"], "thresholds": uploads["thresholds"]["a"]}.get(
         place, uploads["more"]["n"]
     )[1].fill_(bad)
     with pytest.raises(DivergedError, match=r"client 8 diverged in round 4\b"):
-        _check_clients([7, 8, 9], result(uploads, loss), 4)
+        _check_clients([7, 8, 9], result(uploads, loss), 4, False)
 
 
 def poison(hostile: Tensor, local: Tree, packet: Tree) -> Tree:
@@ -155,7 +155,7 @@ def test_an_upload_that_is_not_finite_never_reaches_the_server(small_task, monke
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
     chosen = fedprior.algorithm("fedavg", task.network, server_optimiser="Adam(lr=0.1)")
-    settings = Settings(**{**task.defaults, "clients_per_round": 6, "messages": messages, "seed": 1})
+    settings = Settings(**{**task.defaults, "clients_per_round": 6, "messages": messages, "seed": 1, "bound": 0.0})
     sim = build(chosen, task.network, task.data, replace(settings, attack="scale", attackers=0.17, mode=mode))
     assert int(sim.hostile.sum()) == 1
     hostile = int(sim.hostile.nonzero()[0])
@@ -174,7 +174,7 @@ def test_a_diverged_run_keeps_its_state_while_others_continue(small_task, monkey
 
     monkeypatch.setitem(ATTACKS, "scale", poison)
     task = small_task()
-    settings = Settings(**{**task.defaults, "clients_per_round": 6, "attack": "scale", "attackers": 0.17})
+    settings = Settings(**{**task.defaults, "clients_per_round": 6, "attack": "scale", "attackers": 0.17, "bound": 0.0})
     sims = [
         build(fedprior.algorithm("fedavg", task.network), task.network, task.data, replace(settings, seed=seed))
         for seed in (0, 1)
@@ -268,7 +268,7 @@ def test_one_attackers_flipped_step_enters_the_mean(small_task, mode: str) -> No
 
     def server(attack: str) -> tuple[dict[str, Tensor], Tensor]:
         task = small_task(dtype=torch.float64)
-        hostile = {} if attack == "none" else {"attack": attack, "attackers": 1 / 6}
+        hostile = {"bound": 0.0} if attack == "none" else {"attack": attack, "attackers": 1 / 6, "bound": 0.0}
         settings = Settings(
             **{**task.defaults, "clients_per_round": 6, "mode": mode, "seed": 3, "weighting": "equal", **hostile}
         )

@@ -14,7 +14,7 @@ from fedprior.core.settings import Settings
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import engine
-from fedprior.engines.stacked.tensors import disagreement_of, floor_flags
+from fedprior.engines.stacked.tensors import disagreement_of, floor_flags, mean_over
 from fedprior.runs.folder import RunFolder, checksum
 from small_world import CLASSES
 
@@ -87,7 +87,7 @@ def test_a_client_with_only_its_loss_not_finite_is_named(small_task, mode) -> No
     task = small_task((4, 4, 4), loss=infinite)
     task.data.y.clamp_(max=CLASSES - 2)
     task.data.y[task.data.train[2]] = CLASSES - 1
-    sim = simulate(task, "fedavg", mode, {"local_optimiser": "SGD(lr=0.0)"})
+    sim = simulate(task, "fedavg", mode, {"local_optimiser": "SGD(lr=0.0)"}, bound=0.0)
     (outcome,) = engine([sim], mode).step(evaluate=False)
     assert isinstance(outcome, DivergedError)
     assert "client 2 diverged in round 1:" in str(outcome)
@@ -112,8 +112,12 @@ def test_stacked_runs_have_their_own_floors_and_distances() -> None:
     once = {"floored": {"a": torch.tensor([1.0, 0]), "b": torch.tensor([0.0, 0])}}
     assert floor_flags(once, 1).tolist() == [[True, False], [False, False]]
     mine, ours = {"a": torch.tensor([[0.25], [1.0], [0.0], [0.5]])}, {"a": torch.tensor([[0.5], [0.5], [0.5], [0.5]])}
-    assert disagreement_of(mine, ours, 2).tolist() == [[0.375, 0.5], [0.25, 0.5]]
-    assert disagreement_of({}, {}, 2).shape == (2, 0)
+    everyone = torch.ones(2, 2, dtype=torch.bool)
+    assert disagreement_of(mine, ours, everyone).tolist() == [[0.375, 0.5], [0.25, 0.5]]
+    assert disagreement_of({}, {}, everyone).shape == (2, 0)
+    some = torch.tensor([[True, False], [True, True]])
+    assert disagreement_of(mine, ours, some).tolist() == [[0.25, 0.25], [0.25, 0.5]]
+    assert mean_over(torch.tensor([[2.0, torch.nan], [2.0, 4.0]]), some).tolist() == [2, 3]
 
 
 def test_clients_of_later_stacked_runs_have_their_own_examples(small_task) -> None:

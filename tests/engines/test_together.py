@@ -53,6 +53,10 @@ CASES = {
     ),
     "dense rounds": ("fedsparse", {"dense_rounds": 2, "lambda0": 1e-3}, {"epochs": 2}),
     "narrow": ("fednarrow", {"sparsity": 0.5, "dense_rounds": 1, "shrink": 0.4}, {"epochs": 2}),
+    "controls left out": ("scaffold", {}, {"attack": "scale", "attackers": 0.4}),
+    "models left out": ("fedmix", {}, {"attack": "scale", "attackers": 0.4}),
+    "votes left out": ("fedsparse-sized", {"sparsity": 0.5}, {"attack": "scale", "attackers": 0.4}),
+    "gates left out": ("fedsparse", {"lambda0": 1e-3}, {"attack": "scale", "attackers": 0.4, "weighting": "equal"}),
     "unpruned": ("fedsparse", {"prune_server": False, "dense_rounds": 1, "lambda0": 1e-3}, {}),
 }
 
@@ -68,7 +72,8 @@ def test_runs_trained_together_equal_runs_trained_alone(small_task, case):
     for _ in range(4):
         for found, sim in zip(engine.step(evaluate=True), alone, strict=True):
             expected = sim.step(evaluate=True)
-            assert found.pop("floored", None) == expected.pop("floored", None)
+            for said in ("floored", "faults"):
+                assert found.pop(said, None) == expected.pop(said, None)
             assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
     engine.sync()
     for one, other in zip(together, alone, strict=True):

@@ -282,6 +282,19 @@ def read_twice(s: Any, x: Tensor) -> Tensor:
     )
 
 
+def shuffled(s: Any, x: Tensor) -> Tensor:
+    """The queries of two heads are exchanged, so a head is in different rows of the queries and of the keys."""
+    q, k, v = s.q(x)[..., [0, 1, 4, 5, 2, 3, 6, 7]], s.k(x), s.v(x)
+    q, k, v = (part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (q, k, v))
+    return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def without_transposing(s: Any, x: Tensor) -> Tensor:
+    """A well-known slip: every head reads other channels at every place."""
+    q, k, v = (part(x).reshape(x.shape[0], HEADS, PLACES, SIZE) for part in (s.q, s.k, s.v))
+    return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 def fused_and_read_twice(s: Any, x: Tensor) -> Tensor:
     qkv = s.qkv(x)
     q, k, v = qkv.chunk(3, dim=-1)
@@ -289,7 +302,9 @@ def fused_and_read_twice(s: Any, x: Tensor) -> Tensor:
     return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + s.wide(qkv)
 
 
-@pytest.mark.parametrize("attend", [across_places, interleaved, read_twice, fused_and_read_twice])
+@pytest.mark.parametrize(
+    "attend", [across_places, interleaved, read_twice, fused_and_read_twice, shuffled, without_transposing]
+)
 def test_an_attention_without_separate_heads_is_refused_with_a_remedy_that_works(attend):
     every = {"other": nn.Linear(WIDTH, WIDTH), "wide": nn.Linear(3 * WIDTH, WIDTH)}
     model = Text(attend, **linears(q=8, k=8, v=8, qkv=24), **every)

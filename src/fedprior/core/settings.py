@@ -104,8 +104,14 @@ def _nobody(run: Any) -> str:
 
 def _public(run: Any) -> str:
     return (
-        "" if run.epsilon is not None or run.noise is not None else "the run is not private; give epsilon, its budget"
+        ""
+        if run.epsilon is not None or run.noise_multiplier is not None
+        else "the run is not private; give epsilon, its budget"
     )
+
+
+def _private(run: Any) -> str:
+    return "" if _public(run) else "the run is private, and clip bounds every upload"
 
 
 def _unused_attack(run: Any) -> str:
@@ -202,6 +208,16 @@ class Settings:
             ("examples", "equal"),
         ),
     ] = "examples"
+    bound: Annotated[
+        float,
+        About(
+            "how many times as far from the server's state as usual an upload may be; one that is farther, or not "
+            "finite, is left out and its client named in the record; 0: any: "
+            "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
+            least=0,
+            idle=_private,
+        ),
+    ] = 8.0
     clip: Annotated[
         float | None,
         About(
@@ -218,7 +234,7 @@ class Settings:
             above=0,
         ),
     ] = None
-    noise: Annotated[
+    noise_multiplier: Annotated[
         float | None,
         About(
             "in private, the noise of a round as a multiple of `clip`; none: the least that epsilon allows",
@@ -324,7 +340,7 @@ class Settings:
     @property
     def private(self) -> bool:
         """Whether every client has differential privacy."""
-        return self.epsilon is not None or self.noise is not None
+        return self.epsilon is not None or self.noise_multiplier is not None
 
     @property
     def largest(self) -> float:

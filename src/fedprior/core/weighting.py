@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 
+KINDS = ("examples", "equal")
+"""Each client counts once per example, or just once."""
+
 
 def relative(weight: Tensor, like: Tensor) -> Tensor:
     """n_s divided by its mean: factors for values stacked by client, exactly 1 if all clients count equally."""
@@ -62,14 +65,18 @@ def trimmed_mean(values: Tensor, weight: Tensor | None, share: float) -> Tensor:
     return (ordered * (kept / kept.sum(0, keepdim=True)).to(values.dtype)).sum(0)
 
 
+def without_weight(prior: object) -> list[str]:
+    """The methods of a user's prior that do not take the uploads' weights."""
+    return [name for name in ("solve", "slope") if "weight" not in inspect.signature(getattr(prior, name)).parameters]
+
+
 def check_takes_weight(prior: object) -> None:
     """Refuse a user's prior whose methods do not take the uploads' weights."""
-    for method in ("solve", "slope"):
-        if "weight" not in inspect.signature(getattr(prior, method)).parameters:
-            raise SettingError(
-                f"clients count by their examples, but {method} of {type(prior).__name__} takes no weight: add it, as "
-                "docs/new-prior.md shows, or set weighting=equal"
-            )
+    for method in without_weight(prior):
+        raise SettingError(
+            f"clients count by their examples, but {method} of {type(prior).__name__} takes no weight: add it, as "
+            "docs/new-prior.md shows, or set weighting=equal"
+        )
 
 
 class Share(NamedTuple):

@@ -21,6 +21,9 @@ from fedprior.em.statistics import Statistics
 from fedprior.priors import Assignment, Prior
 from fedprior.wire import Layout, Wire
 
+RECENT = 8
+"""From how many rounds the server knows how far away an upload usually is."""
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -41,6 +44,8 @@ class Algorithm:
     """Whether the server ships the average of its rounds instead of the last one. Clients never receive it."""
     statistics: Statistics = field(default_factory=Statistics)
     """How the statistics of a network's norms are treated."""
+    bound: float = 0.0
+    """How many times as far away as usual an upload may be before it is left out; 0: any. See `reception.py`."""
     guard: Guard | None = None
     """How uploads are clipped and noised before the M-step; None: not at all."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -112,10 +117,13 @@ class Algorithm:
             if several.dim() > params[name].dim():
                 statistics = norm_statistics.stacked(statistics, len(several))
             server = {**server, "statistics": statistics}
-        if not self.average:
-            return server
         some = next(iter(server["weights"].values()))
-        return {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
+        if self.average:
+            server = {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
+        if not self.bound:
+            return server
+        usual = {name: some.new_zeros(RECENT, dtype=torch.float64) for name in self.uplink(server).sections}
+        return {**server, "usual": usual} if usual else server
 
     def settle(self, server: Tree) -> Tree:
         """Add the weights to the average after an M-step: w̄ ← w̄ + (w − w̄) · 20 / (t + 19).

@@ -39,6 +39,8 @@ class Sums:
     weight: float = 0.0
     clients: int = 0
     reports: list[Tree] = field(default_factory=list)
+    distances: dict[str, list[Tensor]] = field(default_factory=dict)
+    """How far every upload so far was from the server's state, by section; also of those that were left out."""
 
     def mean(self, role: str) -> Tree:
         """Σ_s n_s x_s / Σ_s n_s of this role's sections, in the precision of the uploads; the sums are then gone."""

@@ -27,6 +27,7 @@ from fedprior.em.estep import EStep, Tamper, e_step
 from fedprior.em.folding import Sums, m_step_folded
 from fedprior.em.lifting import lifting
 from fedprior.em.mstep import m_step
+from fedprior.em.reception import after_all, receive
 from fedprior.priors import Prior
 from fedprior.wire import Layout
 
@@ -38,6 +39,18 @@ class Spoken(NamedTuple):
     """Its content, to which a rounded upload refers."""
     coded: Tree
     """The same, as it travels."""
+
+
+class Conclusion(NamedTuple):
+    """The server after a round, and how its uploads were received."""
+
+    server: Tree
+    sound: Tensor
+    """Whether the new state is finite."""
+    apart: Tensor
+    """How far away each upload was, as a multiple of the usual distance; infinite if it was not finite."""
+    kept: Tensor
+    """Which uploads counted."""
 
 
 # ---------------------------------------------------------------------- who takes part, and with which draws
@@ -125,16 +138,51 @@ def conclude(
     optimiser: TreeOptimiser | None,
     share: Share,
     rate: float | Tensor = 1.0,
+    fine: Tensor | None = None,
     *,
     vectorised: bool = False,
     settings: Params | None = None,
-) -> tuple[Tree, Tensor]:
-    """The server (or, vectorised, those of several runs) takes its M-step. Also say whether the new state is finite.
+) -> Conclusion:
+    """The server (or, vectorised, those of several runs) receives a cohort's uploads and takes its M-step.
 
-    The optimiser has moved in any case: a caller that rejects the new state must restore it.
+    `fine` marks the uploads whose numbers are finite; all are, if it is not given. The optimiser has moved in any case,
+    unless no upload counts and there is one run: a caller that rejects the new state must restore it.
     """
-    updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, vectorised=vectorised, settings=settings)
-    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, int(vectorised))
+    how: dict[str, Any] = {"vectorised": vectorised, "settings": settings}
+    if fine is None:
+        some = next(trees.leaves(uploads))[1]
+        fine = torch.ones(some.shape[: 1 + vectorised], dtype=torch.bool, device=some.device)
+    if not algorithm.bound:
+        updated = m_step(algorithm, server, uploads, optimiser, *share, rate=rate, **how)
+        return Conclusion(updated, _sound(updated, vectorised), torch.where(fine, 0.0, torch.inf), fine)
+    found = receive(algorithm, server, uploads, share, fine, **how)
+    some = found.kept.any(-1)
+    updated = server
+    if vectorised or bool(some):
+        updated = m_step(algorithm, server, found.uploads, optimiser, *found.share, rate=rate, **how)
+    if vectorised:
+        updated = _where(some, updated, server)
+    updated = {**updated, **({"usual": found.usual} if found.usual else {})}
+    return Conclusion(updated, _sound(updated, vectorised), found.apart, found.kept)
+
+
+def _sound(server: Tree, vectorised: bool) -> Tensor:
+    """Whether the numbers of a server, or of each of several, are finite."""
+    return finite({name: part for name, part in server.items() if name not in ("floored", "usual")}, int(vectorised))
+
+
+def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:
+    """The state after an M-step for the runs in which some upload counted, and the one before it for the others."""
+    known = dict(trees.leaves(before))
+    return {
+        section: {
+            name: torch.where(moved.reshape(-1, *[1] * (new.dim() - 1)), new, known[path])
+            if (path := f"{section}/{name}") in known
+            else new
+            for name, new in values.items()
+        }
+        for section, values in after.items()
+    }
 
 
 def conclude_folded(
@@ -144,10 +192,13 @@ def conclude_folded(
     optimiser: TreeOptimiser | None,
     share: Share,
     rate: float | Tensor = 1.0,
-) -> tuple[Tree, Tensor]:
-    """`conclude` for uploads that were folded in one by one."""
-    updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate)
-    return updated, finite({name: part for name, part in updated.items() if name != "floored"}, 0)
+) -> Conclusion:
+    """`conclude` for uploads that were folded in one by one, as far as they were not left out."""
+    updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate) if sums.clients else server
+    usual = after_all(server, sums.distances)
+    updated = {**updated, **({"usual": usual} if usual else {})}
+    everyone = torch.ones(sums.clients, dtype=torch.bool)
+    return Conclusion(updated, _sound(updated, False), torch.zeros(sums.clients), everyone)
 
 
 def rehearse(

@@ -32,7 +32,8 @@ def applied(settings: Settings, algorithm: Algorithm) -> Algorithm:
     """Apply settings to an algorithm: the precision of its messages, its statistics, its number of rounds."""
     statistics = Statistics(settings.statistics, settings.report_statistics, settings.statistics_momentum)
     fitted, wire = algorithm.prior.fit(settings.rounds), Wire.of(settings.wire, settings.entropy)
-    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics, guard=guard_of(settings))
+    bound = 0.0 if settings.private else settings.bound  # who is left out would depend on the others
+    return replace(algorithm, prior=fitted, wire=wire, statistics=statistics, bound=bound, guard=guard_of(settings))
 
 
 def check_run(settings: Settings, algorithm: Algorithm, network: Network, clients: int, *, uneven: bool) -> None:

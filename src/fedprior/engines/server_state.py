@@ -1,6 +1,7 @@
 """The server's work in a simulation and in a deployment: update, evaluate, and the finished model."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,15 +41,16 @@ def update(
     share: Share,
     number: int,
     rate: float | Tensor = 1.0,
-) -> Tree:
+    fine: Tensor | None = None,
+) -> protocol.Conclusion:
     """Take the M-step of a round. If the new state is not finite, restore the optimiser and raise an error."""
     moments = optimiser.state() if optimiser else {}
     if isinstance(uploads, Sums):
-        updated, fine = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
+        found = protocol.conclude_folded(algorithm, server, uploads, optimiser, share, rate)
     else:
-        updated, fine = protocol.conclude(algorithm, server, uploads, optimiser, share, rate)
-    if bool(fine):
-        return updated
+        found = protocol.conclude(algorithm, server, uploads, optimiser, share, rate, fine)
+    if bool(found.sound):
+        return found
     if optimiser:
         optimiser.load_state(moments)
     raise server_diverged(number)
@@ -132,6 +134,18 @@ def learned(module: nn.Module) -> Params:
 def floored(state: Tree) -> set[str]:
     """The layers in which the floor kept units open."""
     return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
+
+
+def left_out(clients: Sequence[int], apart: Sequence[float], bound: float) -> list[Record]:
+    """The faults of clients whose uploads were not used: too far from the server's state, or not finite."""
+    pairs = zip(clients, apart, strict=True) if bound else ()
+    return [{"client": client, "what": _too_far(times)} for client, times in pairs if not times <= bound]
+
+
+def _too_far(times: float) -> str:
+    if math.isinf(times):
+        return "its upload or its loss is not finite, or as good as: left out"
+    return f"its upload is {times:.3g} times as far from the server's state as usual: left out"
 
 
 def client_diverged(client: int, number: int) -> DivergedError:

@@ -23,9 +23,10 @@ from fedprior.core.weighting import share
 from fedprior.core.workers import Workers
 from fedprior.em import protocol
 from fedprior.em.folding import Sums, fold, obstacle
+from fedprior.em.reception import one_apart
 from fedprior.engines.build import device_of
 from fedprior.engines.privacy import accountant_of, check_budget
-from fedprior.engines.server_state import Record, evaluate, final_model, floored, totals, update
+from fedprior.engines.server_state import Record, evaluate, final_model, floored, left_out, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
 
@@ -43,6 +44,8 @@ class Upload(NamedTuple):
     """Mean and maximum of |π − θ| over gates; None if there are none."""
     floored: tuple[str, ...] = ()
     """Layers in which the floor kept one of the client's units."""
+    apart: float = 0.0
+    """Where uploads are folded in: how far away it was, as a multiple of the usual distance."""
     forgot: bool = False
     """Whether the client has lost its memory of earlier turns."""
 
@@ -91,6 +94,8 @@ class Server:
     """For every client, the last round in which its upload was used."""
     examples: dict[int, int] = field(default_factory=dict)
     """How many examples each client has, for the clients that have said so."""
+    left_out: list[Record] = field(default_factory=list)
+    """Whose uploads of the last round were too far away to be used, as faults."""
     clients: dict[str, Tensor] = field(default_factory=dict)
     """What the last evaluation found of every client, by column."""
     round: int = 0
@@ -143,8 +148,14 @@ class Server:
         if turn.sums is None:
             return upload
         weight = upload.examples if self.job.settings.weighting == "examples" else 1
-        fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
-        return upload._replace(message={})
+        apart = one_apart(self.job.algorithm, turn.server, upload.message, turn.sums.distances)
+        if apart <= self._most:
+            fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
+        return upload._replace(message={}, apart=apart)
+
+    @property
+    def _most(self) -> float:
+        return self.job.algorithm.bound or math.inf
 
     def fold_above(self, size: float, cohort: int) -> str:
         """Fold in uploads one by one if those of a cohort would take more bytes than `size`. Return what stands in the
@@ -171,30 +182,34 @@ class Server:
         """Take the M-step with the uploads that came back, and return the round's record."""
         began, job = time.perf_counter(), self.job
         examples = {client: upload.examples for client, upload in uploads.items()}
-        found = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
-        self.state = self._m_step(turn, found, examples)
-        self.examples |= examples
-        for client, upload in uploads.items():
+        found = self._m_step(turn, uploads)
+        self.state, self.examples = found.server, self.examples | examples
+        times = found.apart.tolist() if turn.sums is None else [upload.apart for upload in uploads.values()]
+        self.left_out = left_out(list(uploads), times, job.algorithm.bound)
+        turn.faults += self.left_out
+        far = {fault["client"] for fault in self.left_out}
+        used = {client: upload for client, upload in uploads.items() if client not in far}
+        for client, upload in used.items():
             self.accepted[client] = turn.number
             for name, values in self.scores.items() if upload.scores else ():
                 values[client] = upload.scores.get(name, math.nan)
         self.round = turn.number
-        losses = [upload.loss for upload in uploads.values()]
+        losses = [upload.loss for upload in (used or uploads).values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
-        record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(uploads)}
+        record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(used)}
         if spending := accountant_of(job.settings, job.clients):
             record["epsilon"] = spending.total(turn.number)
         if job.settings.weighting == "examples":
-            record["examples"] = list(examples.values())
-        kept = turn.floored | floored(turn.server) | {layer for u in uploads.values() for layer in u.floored}
+            record["examples"] = [upload.examples for upload in used.values()]
+        kept = turn.floored | floored(turn.server) | {layer for u in used.values() for layer in u.floored}
         if kept:
             record["floored"] = sorted(kept)
-        if forgot := [client for client, upload in uploads.items() if upload.forgot]:
+        if forgot := [client for client, upload in used.items() if upload.forgot]:
             record["forgot"] = forgot
         record |= {name: seen for name in ("faults", "stragglers", "quarantined") if (seen := getattr(turn, name))}
         if evaluate:
             record |= self.evaluate()
-            apart = [upload.disagreement for upload in uploads.values() if upload.disagreement is not None]
+            apart = [upload.disagreement for upload in used.values() if upload.disagreement is not None]
             if apart and job.algorithm.prior.gates(turn.server):
                 record["tv_mean"] = sum(mean for mean, _ in apart) / len(apart)
                 record["tv_max"] = max(most for _, most in apart)
@@ -223,16 +238,19 @@ class Server:
         record, self.clients = evaluate(self.job.algorithm, self.state, what, scores, workers, data)
         return record
 
-    def _m_step(self, turn: Round, uploads: Tree | Sums, examples: Mapping[int, int]) -> Tree:
+    def _m_step(self, turn: Round, uploads: Mapping[int, Upload]) -> protocol.Conclusion:
         """Return the new state. If it is not finite, keep the old state and the old moments, as in the simulator."""
+        counted = {client: one for client, one in uploads.items() if turn.sums is None or one.apart <= self._most}
+        examples = {client: one.examples for client, one in counted.items()}
         known = {**self.examples, **examples}
         # Assume that a client that has not connected yet has as many examples as the others.
         usual = round(sum(known.values()) / max(1, len(known)))
         everyone = [known.get(client, usual) for client in range(self.job.clients)]
         weighting = "equal" if self.job.settings.private else self.job.settings.weighting
-        counted = share(weighting, list(examples.values()), everyone, self.root.device)
+        part = share(weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
-        return update(self.job.algorithm, turn.server, uploads, self.optimiser, counted, turn.number, rate)
+        sent = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
+        return update(self.job.algorithm, turn.server, sent, self.optimiser, part, turn.number, rate)
 
     def model(self) -> nn.Module:
         """Return the user's module with the server's weights, pruned; or an ensemble if the server has several."""

@@ -24,7 +24,10 @@ def load(path: Path, server: Server) -> str:
         accepted = dict(json.loads(saved.more["accepted"]))
         examples = dict(json.loads(saved.more.get("examples", "[]")))
     with storage.fitting(path):
-        state = storage.like(server.state, saved.tree["state"], server.root.device)
+        found = {**saved.tree["state"]}
+        if "usual" in server.state:  # a run that started without a bound, or with an older version
+            found.setdefault("usual", server.state["usual"])
+        state = storage.like(server.state, found, server.root.device)
         kept = saved.tree["clients"]  # an older version kept only accuracies
         scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in server.scores.items()}
         if server.optimiser is not None:

@@ -257,8 +257,10 @@ class HardEM(Strategy):
         settings, number = self.server.job.settings, self.turn.number
         evaluate = number == settings.rounds or number % settings.evaluate_every == 0
         record = self.server.close(self.turn, self.good, evaluate, time.monotonic() - self.started)
+        for fault in self.server.left_out:
+            log.warning("client %s: %s", fault["client"], fault["what"])
         self.keep(record)
-        log.info("round %d: %d clients, loss %.4f", number, len(self.good), record["train_loss"])
+        log.info("round %d: %d clients, loss %.4f", number, len(record["clients"]), record["train_loss"])
         self._open()
         return record
 

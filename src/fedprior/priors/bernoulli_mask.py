@@ -105,7 +105,9 @@ class BernoulliMask(Prior):
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """θ = (Σ_s z_s + a/2) / (S + a), for cohorts of S clients and a undecided votes."""
         some = next(iter(assignments.gates.values()))
-        share = some.shape[0] / (some.shape[0] + self.pseudo_votes)
+        voters = some.shape[0] if weight is None else (weight > 0).sum().double()
+        share = voters / (voters + self.pseudo_votes)
+        share = share.to(some.dtype) if isinstance(share, Tensor) else share
         belief = {layer: share * (2 * mean(z, weight) - 1) for layer, z in assignments.gates.items()}
         return {**server, "belief": belief}
 

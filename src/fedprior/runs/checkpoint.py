@@ -26,7 +26,10 @@ def load(path: Path, simulation: Simulation) -> str:
     """Restore the state of a simulation built from the same config; return the records' checksum."""
     saved = storage.load(path, FORMAT, _identity(simulation))
     with storage.fitting(path):
-        server = storage.like(simulation.server, saved.tree["server"], simulation.root.device)
+        found = {**saved.tree["server"]}
+        if "usual" in simulation.server:  # a run that started without a bound, or with an older version
+            found.setdefault("usual", simulation.server["usual"])
+        server = storage.like(simulation.server, found, simulation.root.device)
         kept = saved.tree["clients"]  # an older version kept only accuracies
         scores = {name: storage.like(mine, kept.get(name, mine)) for name, mine in simulation.scores.items()}
         network = simulation.network

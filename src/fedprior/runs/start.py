@@ -25,7 +25,7 @@ from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
 
-BEFORE = {"weighting": "equal", "metrics": ()}
+BEFORE = {"weighting": "equal", "metrics": (), "bound": 0.0}
 """The behaviour of runs whose config is older than a setting, if it differs from the setting's default."""
 
 

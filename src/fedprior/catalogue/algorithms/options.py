@@ -102,10 +102,6 @@ def _said_twice(chosen: Any) -> str:
     return "" if chosen.max_parameters is None else "max_parameters says how large the network is; give one of them"
 
 
-def _whole(chosen: Any) -> str:
-    return "the size is the whole network's" if chosen.sparsity == 0 else ""
-
-
 def _optimised(chosen: Any) -> str:
     return "with a server_optimiser the M-step is a gradient step" if chosen.server_optimiser else ""
 
@@ -270,13 +266,13 @@ MaskModel = Annotated[
 PullOfGates = Annotated[float, About("κ, how much a client's probabilities heed the server's")]
 LaterDenseRounds = Annotated[
     int | None,
-    About("rounds before the first gate closes", unsaid="0; of single weights and components 20", idle=_whole),
+    About("rounds before the first gate closes", unsaid="0; of single weights and components 20"),
 ]
 Shrink = Annotated[
     float | None,
-    About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05", idle=_whole),
+    About("the largest share of the network to remove in a round", unsaid="1; after dense rounds 0.05"),
 ]
-Closing = Annotated[float, About("the share of rounds in which gates close, before the size is met", idle=_whole)]
-Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's", idle=_whole)]
+Closing = Annotated[float, About("the share of rounds in which gates close, before the size is met")]
+Recall = Annotated[float, About("how much of the votes of earlier rounds counts beside a round's")]
 DrawnConvRate = Annotated[float, _drawn_rate("conv", "convolution", "filter")]
 DrawnLinearRate = Annotated[float, _drawn_rate("linear", "linear layer", "neuron")]

@@ -30,7 +30,7 @@ from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.privacy import Accountant
-from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, update
+from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, left_out, update
 from fedprior.engines.unseen import Roll, judge_unseen, tested_by
 
 
@@ -87,18 +87,23 @@ class Simulation:
             return self._with_nobody(server, turn, rate.server, evaluate)
         said, packets, down, kept = self._speak(server, turn.of(torch.tensor(clients)))
         step, scores = self._take_turns(clients, packets, turn, rate.local)
-        _check_clients(clients, step, number)
+        fine = _check_clients(clients, step, number, algorithm.bound > 0)
         kept |= floored(server) | floored(step.upload)
-        uploads, up = self._hear(step, algorithm.uplink(server), said)
+        uploads, up = self._hear(step, algorithm.uplink(server), said, fine.tolist())
         uploads = protocol.protect(algorithm, server, uploads, turn.key(Purpose.NOISE))
-        self.server = update(algorithm, server, uploads, self.optimiser, self.share(clients), number, rate.server)
+        share = self.share(clients)
+        found = update(algorithm, server, uploads, self.optimiser, share, number, rate.server, fine)
+        self.server, faults = found.server, left_out(clients, found.apart.tolist(), algorithm.bound)
 
-        self.memory |= {client: trees.row(step.memory, i) for i, client in enumerate(clients)}
-        self.measure(clients, scores)
+        used = found.kept.nonzero().flatten().tolist()
+        self.memory |= {clients[i]: trees.row(step.memory, i) for i in used}
+        self.measure([clients[i] for i in used], scores[found.kept])
         self.round = number
-        record = self.record(up, down, float(step.loss.mean()), kept, evaluate)
+        counted = found.kept if used else fine
+        record = self.record(up, down, float(step.loss[counted].mean()), kept, evaluate, faults)
         if evaluate:
-            record |= disagreement(step.gates, torch.func.vmap(algorithm.prior.gates)(packets))
+            gates = step.gates, torch.func.vmap(algorithm.prior.gates)(packets)
+            record |= disagreement(*trees.tree_map(lambda leaf: leaf[counted], gates))
         self.seconds += time.perf_counter() - start
         return record
 
@@ -107,7 +112,7 @@ class Simulation:
         uploads = trees.stack([protocol.silence(self.algorithm, server, turn)])
         uploads = protocol.protect(self.algorithm, server, uploads, turn.key(Purpose.NOISE))
         number = self.round + 1
-        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share([]), number, rate)
+        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share([]), number, rate).server
         self.round = number
         return self.record(0, 0, math.nan, floored(server), evaluate)
 
@@ -158,10 +163,13 @@ class Simulation:
         gathered: tuple[EStep, Tensor] = ranks.gather(stacked.rows, len(clients))
         return gathered
 
-    def _hear(self, step: EStep, layout: wire.Layout, said: list[Tree]) -> tuple[Tree, int]:
-        """Replace the uploads by what the server hears, in place; return them and their bytes."""
+    def _hear(self, step: EStep, layout: wire.Layout, said: list[Tree], fine: list[bool]) -> tuple[Tree, int]:
+        """Replace the uploads by what the server hears, in place; return them and their bytes.
+
+        A client whose numbers are not finite, if the run goes on without it, sends nothing.
+        """
         total = 0
-        for i, reference in enumerate(said):
+        for i, reference in ((i, reference) for i, reference in enumerate(said) if fine[i]):
             sent = trees.row(step.sent, i)
             coded, size = self._carry(sent, layout)
             message = protocol.hear(coded, layout, reference)
@@ -197,15 +205,21 @@ class Simulation:
 
     def measure(self, clients: list[int], scores: Tensor) -> None:
         """Store these clients' scores [clients, measures] on their own test examples, with the models they sent."""
+        if not clients:
+            return
         sizes = torch.tensor([self.data.test.size(client) for client in clients])
         for name, column in zip(self.measures.names, scores.cpu().unbind(1), strict=True):
             self.scores[name][clients] = column / sizes
 
-    def record(self, up: int, down: int, loss: float, kept: set[str], evaluate: bool) -> Record:
+    def record(
+        self, up: int, down: int, loss: float, kept: set[str], evaluate: bool, faults: list[Record] | None = None
+    ) -> Record:
         """The record of the round that has just ended."""
         record: Record = {"round": self.round, "bytes_up": up, "bytes_down": down, "train_loss": loss}
         if kept:
             record["floored"] = sorted(kept)
+        if faults:
+            record["faults"] = faults
         if self.accountant:
             record["epsilon"] = self.accountant.total(self.round)
         return record | self.evaluate() if evaluate else record
@@ -239,8 +253,12 @@ class InTurn:
         """Nothing to do: the simulation holds its own state."""
 
 
-def _check_clients(clients: list[int], step: EStep, number: int) -> None:
-    """Raise an error that names a client whose numbers overflowed. The server has not changed yet."""
+def _check_clients(clients: list[int], step: EStep, number: int, goes_on: bool) -> Tensor:
+    """Which clients' numbers are finite. If the run cannot go on without the others, raise an error that names one.
+
+    The server has not changed yet.
+    """
     finite = protocol.finite(step.upload, 1) & step.loss.isfinite()
-    if not bool(finite.all()):
+    if not bool(finite.any() if goes_on else finite.all()):
         raise client_diverged(clients[int((~finite).nonzero()[0])], number)
+    return finite

@@ -46,6 +46,8 @@ class Numbers(NamedTuple):
     down: Tensor
     fine_clients: Tensor
     fine_server: Tensor
+    apart: Tensor
+    """[runs, cohort]: how far away each upload was, as a multiple of the usual distance."""
     disagreement: Tensor
     """Mean and maximum total variation; empty without gates."""
     floored: Tensor
@@ -116,13 +118,22 @@ def floor_flags(state: Tree, dims: int) -> Tensor:
     return flags.any(1) if dims == 2 else flags
 
 
-def disagreement_of(client_gates: Gates, server_gates: Gates, runs: int) -> Tensor:
-    """[runs, 2]: mean and maximum over gates and clients of |π − θ|."""
+def mean_over(values: Tensor, counted: Tensor) -> Tensor:
+    """[runs]: the mean over the clients that count, of [runs, cohort]; to the last bit the plain mean if all do."""
+    left = torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
+    return torch.where(counted.all(1), values.mean(1), left)
+
+
+def disagreement_of(client_gates: Gates, server_gates: Gates, counted: Tensor) -> Tensor:
+    """[runs, 2]: mean and maximum of |π − θ| over gates and over the clients that count."""
+    runs, cohort = counted.shape
     if not server_gates:
         return torch.zeros(runs, 0)
     both = [torch.cat([gates[layer].flatten(1) for layer in server_gates], 1) for gates in (client_gates, server_gates)]
-    distances = (both[0] - both[1]).abs().reshape(runs, -1)
-    return torch.stack([distances.mean(1), distances.amax(1)], 1)
+    distances = (both[0] - both[1]).abs()
+    distances = torch.where(counted.reshape(-1, 1), distances, 0.0).reshape(runs, -1)
+    each = mean_over(distances.reshape(runs, cohort, -1).mean(2), counted)
+    return torch.stack([torch.where(counted.all(1), distances.mean(1), each), distances.amax(1)], 1)
 
 
 def to_host(numbers: Numbers) -> list[Tensor]:

@@ -29,7 +29,7 @@ from fedprior.engines import arithmetic, ranks
 from fedprior.engines.attack import Poisoned
 from fedprior.engines.batches import CohortBatches, Extent, Places
 from fedprior.engines.loop.round import Simulation
-from fedprior.engines.server_state import Record, client_diverged, server_diverged
+from fedprior.engines.server_state import Record, client_diverged, left_out, server_diverged
 from fedprior.engines.stacked import streaming
 from fedprior.engines.stacked.alike import check_alike
 from fedprior.engines.stacked.joined import Kept
@@ -42,6 +42,7 @@ from fedprior.engines.stacked.tensors import (
     Shape,
     disagreement_of,
     floor_flags,
+    mean_over,
     own_settings,
     to_device,
     to_host,
@@ -100,7 +101,7 @@ class Together:
         clients, shape, inputs = self._prepare(max(run.round for run in self.runs) + 1)  # not all have diverged
         outputs = self._replay(shape, inputs)
         numbers = Numbers(*to_host(outputs.numbers))
-        fine = numbers.fine_clients.all(1) & numbers.fine_server
+        fine = self._goes_on(numbers.fine_clients) & numbers.fine_server & self._kept(numbers).any(1)
         self.counted = any(bool(fine[place]) for place in range(len(fine)) if place not in self.diverged)
         for place, run in enumerate(self.runs):
             if place not in self.diverged:
@@ -109,7 +110,7 @@ class Together:
         records: list[Record | DivergedError] = []
         for place, run in enumerate(self.runs):
             began = time.perf_counter()
-            records.append(self.diverged.get(place) or self._record(place, run, numbers, evaluate))
+            records.append(self.diverged.get(place) or self._record(place, run, clients[place], numbers, evaluate))
             run.seconds += seconds + time.perf_counter() - began
         return records
 
@@ -166,23 +167,25 @@ class Together:
         server = self.lift(lambda own: own.prior.prune)(self.server)
         said, packets, down = self._speak(server, self._turns(inputs))
         step, scores = self._take_turns(shape, inputs, packets, rate.local)
-        uploads, up = self._hear(step, said)
-        key = self.root  # only a private run has noise, and its clients train in turn
-        uploads = protocol.protect(self.algorithm, server, uploads, key, vectorised=True, settings=self.settings)
+        uploads, sizes = self._hear(step, said)
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
+        key = self.root  # only a private run has noise, and its clients train in turn
+        uploads = protocol.protect(self.algorithm, server, uploads, key, vectorised=True, settings=self.settings)
         # Before the update, which is in place: a packet may share the server's memory.
         gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
-        fine_server = self._conclude(server, uploads, fine_clients.all(1), inputs.clients, rate.server)
+        found = self._conclude(server, uploads, fine_clients, inputs.clients, rate.server)
+        counted = torch.where(found.kept.any(1, keepdim=True), found.kept, fine_clients)
 
         self.layers = list(said.get("floored") or server.get("floored") or uploads.get("floored") or [])
         numbers = Numbers(
-            loss=loss.mean(1),
-            up=up,
+            loss=mean_over(loss, counted),
+            up=(sizes * fine_clients).sum(1),
             down=down,
             fine_clients=fine_clients,
-            fine_server=fine_server,
-            disagreement=disagreement_of(step.gates, gates, number),
+            fine_server=found.sound,
+            apart=found.apart,
+            disagreement=disagreement_of(step.gates, gates, counted),
             floored=floor_flags(said, 2) | floor_flags(server, 1) | floor_flags(uploads, 2),
             scores=scores.reshape(number, -1),
         )
@@ -230,7 +233,7 @@ class Together:
         return ranks.gather((step, scores), everyone)
 
     def _hear(self, step: EStep, said: Tree) -> tuple[Tree, Tensor]:
-        """The uploads as the servers hear them, [runs, cohort, …], and the bytes that each run receives."""
+        """The uploads as the servers hear them, [runs, cohort, …], and the bytes of each."""
 
         def from_one(coded: Tree, said: Tree) -> tuple[Tree, Tensor]:
             layout = self.algorithm.uplink(said)
@@ -238,18 +241,21 @@ class Together:
 
         sent, uploads = trees.tree_map(lambda leaf: leaf.unflatten(0, (-1, self.cohort)), (step.sent, step.upload))
         heard, sizes = vmap(vmap(from_one))(sent, said)
-        return {**uploads, **heard}, sizes.sum(1)
+        return {**uploads, **heard}, sizes
 
-    def _conclude(self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor) -> Tensor:
-        """Update the state of every run that is fine, in place; say which runs are."""
+    def _conclude(
+        self, server: Tree, uploads: Tree, fine: Tensor, clients: Tensor, rate: float | Tensor
+    ) -> protocol.Conclusion:
+        """Update the state of every run that goes on, in place. `fine` says which clients' numbers are finite."""
         moments = self.optimiser.moments() if self.optimiser else []
         counts, moments = [m for m in moments if not m.dim()], [m for m in moments if m.dim()]
         before = Kept(moments, len(self.runs)), Kept(counts, 1)
-        conclude = partial(protocol.conclude, rate=rate, vectorised=True, settings=self.settings)
-        updated, fine_server = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients))
-        fine = fine & fine_server & self.alive
-        before[0].put(fine, moments)
-        before[1].put(fine.any()[None], counts)
+        conclude = partial(protocol.conclude, vectorised=True, settings=self.settings)
+        found = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients), rate, fine)
+        updated, fine = found.server, self._goes_on(fine) & found.sound & self.alive
+        moved = fine & found.kept.any(1)
+        before[0].put(moved, moments)
+        before[1].put(moved.any()[None], counts)
         known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
         stays = [path for path in new if path in known]
         Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
@@ -257,7 +263,15 @@ class Together:
             if path not in known:  # happens only before the first capture: pruning adds sections to a new server
                 section, name = path.split("/", 1)
                 self.server.setdefault(section, {})[name] = value.clone()
-        return fine_server
+        return found
+
+    def _goes_on(self, fine: Tensor) -> Tensor:
+        """[runs]: which runs go on, given which clients' numbers are finite: `_check_clients`, in tensors."""
+        return fine.any(1) if self.algorithm.bound else fine.all(1)
+
+    def _kept(self, numbers: Numbers) -> Tensor:
+        """[runs, cohort]: whose uploads counted."""
+        return numbers.apart <= self.algorithm.bound if self.algorithm.bound else numbers.fine_clients
 
     def _share(self, clients: Tensor) -> Share:
         """How much each run's cohort counts: `Simulation.share`, in tensors."""
@@ -293,22 +307,24 @@ class Together:
         """Finish a round for a run's own state."""
         number = run.round + 1
         self._show() if number == 1 else None
-        if not bool(numbers.fine_clients[place].all()):
+        if not bool(self._goes_on(numbers.fine_clients)[place]):
             self.diverged[place] = client_diverged(clients[int((~numbers.fine_clients[place]).nonzero()[0])], number)
         elif not bool(numbers.fine_server[place]):
             self.diverged[place] = server_diverged(number)
         if place in self.diverged:
             self.alive[place] = False
             return
-        for i, client in enumerate(clients if self.blank else []):
-            run.memory[client] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))
-        run.measure(clients, numbers.scores[place].unflatten(0, (self.cohort, -1)))
+        used = self._kept(numbers)[place].nonzero().flatten().tolist()
+        for i in used if self.blank else []:
+            run.memory[clients[i]] = trees.tree_map(Tensor.clone, trees.row(memory, place * self.cohort + i))
+        run.measure([clients[i] for i in used], numbers.scores[place].unflatten(0, (self.cohort, -1))[used])
         run.round = number
 
-    def _record(self, place: int, run: Simulation, numbers: Numbers, evaluate: bool) -> Record:
+    def _record(self, place: int, run: Simulation, clients: list[int], numbers: Numbers, evaluate: bool) -> Record:
         floored = {layer for layer, flag in zip(self.layers, numbers.floored[place].tolist(), strict=False) if flag}
         sizes = int(numbers.up[place]), int(numbers.down[place])
-        record = run.record(*sizes, float(numbers.loss[place]), floored, evaluate)
+        faults = left_out(clients, numbers.apart[place].tolist(), self.algorithm.bound)
+        record = run.record(*sizes, float(numbers.loss[place]), floored, evaluate, faults)
         if evaluate and numbers.disagreement.shape[1]:
             mean, most = numbers.disagreement[place].tolist()
             record |= {"tv_mean": mean, "tv_max": most}
