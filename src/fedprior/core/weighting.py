@@ -14,6 +14,10 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 
+KINDS = ("examples", "equal")
+"""Each client counts once per example, or just once."""
+
+
 def relative(weight: Tensor, like: Tensor) -> Tensor:
     """n_s divided by its mean: factors for values stacked by client, exactly 1 if all clients count equally."""
     shaped = weight.reshape(-1, *[1] * (like.dim() - 1))
