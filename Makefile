@@ -26,10 +26,10 @@ docs: .venv/tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # The same algorithm on real machines, all of them this one: a TLS server and three authenticated devices.
-# Then the guide's own commands.
+# Then the guide's own commands, and those in containers where a container engine answers.
 deploy: .venv/tools
 	$(BIN)/python -m fedprior.flower.deploy
-	FEDPRIOR_GUIDE=1 $(BIN)/pytest tests/flower/test_guide.py
+	FEDPRIOR_GUIDE=1 $(BIN)/pytest tests/flower/test_guide.py tests/flower/test_containers.py
 
 format: .venv/tools
 	$(BIN)/ruff format .

@@ -98,10 +98,20 @@ def of_timings(entry: dict[str, Any], results: Path) -> str:
     return "\n\n".join([about, f"```sh\n{entry['command']}\n```", Table(head, rows, words=2).markdown()])
 
 
+def of_table(entry: dict[str, Any], results: Path) -> str:
+    """One file with a line for each of many short runs, whose table is in another document."""
+    count = len((results / entry["file"]).read_text(encoding="utf-8").splitlines()) - 1
+    about = f"`results/{entry['file']}`, {entry['date']}, {entry['machine']}, {count} runs: "
+    return "\n\n".join(
+        [f"## {entry['title']}", f"{about}[the document]({entry['document']}).", f"```sh\n{entry['command']}\n```"]
+    )
+
+
 def page(results: Path) -> str:
     """The whole document."""
     index = tomllib.loads((results / "index.toml").read_text(encoding="utf-8"))
     runs = [of_runs(entry, results) for entry in index["runs"]]
+    runs += [of_table(entry, results) for entry in index.get("tables", [])]
     return "\n".join([TOP, *runs, TIMES, *(of_timings(entry, results) for entry in index["timings"])])
 
 

@@ -1,7 +1,9 @@
 """The records under results/: the documents show what they say, and what is claimed of them holds."""
 
+import csv
 import importlib.util
 import json
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedprior.engines.privacy import Accountant
 from fedprior.report import pareto
 from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.runs.specs import differences
@@ -322,3 +325,36 @@ def test_mnist_minis_sizes_gave_what_the_document_says():
         accuracies = [", ".join(f"{100 * run.final(f'{kind}_accuracy'):.1f}%" for run in runs) for kind in KINDS]
         sent = gib(runs) * 2**30 / 1e6
         assert f"| {names[label]} | {' | '.join(accuracies)} | {sent:,.0f} |" in rows
+
+
+def test_hostile_clients_have_the_table_of_their_records_and_a_prior_withstands_them():
+    script = runpy.run_path(str(ROOT / "scripts" / "hostile.py"))
+    path = RESULTS / "hostile" / "small.csv"
+    assert script["table"](path) in (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def accuracy(label, attack, share):
+        mine = [row for row in rows if (row["algorithm"], row["attack"], row["share"]) == (label, attack, share)]
+        assert len(mine) == 3, "three seeds"
+        return sum(float(row["accuracy"]) for row in mine) / 3
+
+    for attack in script["ATTACKS"]:
+        assert accuracy("fedstudent", attack, "0.2") > accuracy("fedstudent", "none", "0.0") - 0.02, attack
+
+
+def test_the_cost_of_privacy_is_what_the_document_says():
+    """The ratio of the noise to the largest step; noise from the record, and for CIFAR10 from the accountant."""
+    text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    with (RESULTS / "private" / "clients10000.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    (noise,) = {float(row["noise"]) for row in rows if row["epsilon"] == "8"}
+    assert f"| {noise:.2f} | {noise * 25_450**0.5 / 200:.2f} |" in text
+    assert f"| 2.05 | {2.052 * 878_538**0.5 / 10:.0f} |" in text
+    for budget in ("none", "8", "2"):
+        found = [100 * float(row["accuracy"]) for row in rows if row["epsilon"] == budget]
+        assert len(found) == 3
+        assert f"{sum(found) / 3:.1f}%" in text
+    pytest.importorskip("dp_accounting")
+    assert Accountant(0.1, 2.052, 1e-5).total(1000) == pytest.approx(8, rel=5e-3)
+    assert Accountant(0.02, noise, 1e-5).total(50) == pytest.approx(8, rel=5e-3)

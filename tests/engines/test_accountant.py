@@ -81,29 +81,29 @@ def test_the_noise_for_a_budget_spends_nearly_all_of_it(budget: float, rate: flo
 
 def test_a_run_that_says_its_budget_is_told_its_noise() -> None:
     settings = with_noise(Settings(epsilon=4.0, rounds=10, clients_per_round=5), 50)
-    assert settings.noise == noise_for(4.0, 0.1, 10, 1e-5)
+    assert settings.noise_multiplier == noise_for(4.0, 0.1, 10, 1e-5)
     assert with_noise(settings, 50) is settings
-    assert with_noise(Settings(noise=2.0), 50).noise == 2.0
+    assert with_noise(Settings(noise_multiplier=2.0), 50).noise_multiplier == 2.0
     assert with_noise(Settings(), 50) == Settings()
     check_budget(settings, 50)
 
 
 def test_rounds_beyond_the_budget_are_refused() -> None:
-    settings = Settings(epsilon=4.0, noise=1.0, rounds=500, clients_per_round=5)
+    settings = Settings(epsilon=4.0, noise_multiplier=1.0, rounds=500, clients_per_round=5)
     with pytest.raises(
-        SettingError, match=r"500 rounds with noise=1 spend ε = .*epsilon=4: it allows \d+ rounds"
+        SettingError, match=r"500 rounds with noise_multiplier=1 spend ε = .*epsilon=4: it allows \d+ rounds"
     ) as caught:
         check_budget(settings, 50)
     allowed = int(str(caught.value).split()[-2])
-    check_budget(Settings(epsilon=4.0, noise=1.0, rounds=allowed, clients_per_round=5), 50)
+    check_budget(Settings(epsilon=4.0, noise_multiplier=1.0, rounds=allowed, clients_per_round=5), 50)
     with pytest.raises(SettingError, match=f"allows {allowed} rounds"):
-        check_budget(Settings(epsilon=4.0, noise=1.0, rounds=allowed + 1, clients_per_round=5), 50)
+        check_budget(Settings(epsilon=4.0, noise_multiplier=1.0, rounds=allowed + 1, clients_per_round=5), 50)
     with pytest.raises(SettingError, match="allows 0 rounds"):
-        check_budget(Settings(epsilon=4.0, noise=0.0, rounds=1, clients_per_round=5), 50)
+        check_budget(Settings(epsilon=4.0, noise_multiplier=0.0, rounds=1, clients_per_round=5), 50)
 
 
 def test_the_rate_is_that_of_a_client() -> None:
-    found = accountant_of(Settings(noise=1.0, clients_per_round=5, delta=1e-6), 50)
+    found = accountant_of(Settings(noise_multiplier=1.0, clients_per_round=5, delta=1e-6), 50)
     assert found is not None
     assert found.total(3) == pytest.approx(Accountant(0.1, 1.0, 1e-6).total(3))
     assert accountant_of(Settings(), 50) is None

@@ -126,8 +126,8 @@ def test_without_noise_and_clip_it_is_the_run_that_is_not_private(case, small_ta
     drawn = protocol.cohort
     monkeypatch.setattr(protocol, "cohort", lambda *args, private=False: drawn(*args))
     name, own = ALIKE[case]
-    private = simulate(small_task(), name, own, noise=0.0, clip=1e30)
-    plain = simulate(small_task(), name, own, weighting="equal")
+    private = simulate(small_task(), name, own, noise_multiplier=0.0, clip=1e30)
+    plain = simulate(small_task(), name, own, weighting="equal", bound=0.0)
     for _ in range(4):
         record, expected = private.step(evaluate=True), plain.step(evaluate=True)
         assert record.pop("epsilon") == math.inf
@@ -163,7 +163,7 @@ def test_a_private_run_noises_the_model_and_says_what_it_spent(small_task) -> No
     """Clients that do not move: what the server learns is the noise, with z C / E in every weight."""
     pytest.importorskip("dp_accounting")
     task = small_task()
-    sim = simulate(task, own={"local_optimiser": "SGD(lr=1e-30)"}, noise=3.0, clip=2.0)
+    sim = simulate(task, own={"local_optimiser": "SGD(lr=1e-30)"}, noise_multiplier=3.0, clip=2.0)
     before = trees.tree_map(Tensor.clone, sim.server)["weights"]
     record = sim.step(evaluate=True)
     moved = torch.cat([(sim.server["weights"][name] - value).flatten() for name, value in before.items()])
@@ -174,7 +174,7 @@ def test_a_private_run_noises_the_model_and_says_what_it_spent(small_task) -> No
 
 def test_a_private_run_draws_new_noise_in_every_round(small_task) -> None:
     pytest.importorskip("dp_accounting")
-    sim = simulate(small_task(), own={"local_optimiser": "SGD(lr=1e-30)"}, noise=1.0)
+    sim = simulate(small_task(), own={"local_optimiser": "SGD(lr=1e-30)"}, noise_multiplier=1.0)
     states = [torch.cat([v.flatten() for v in sim.server["weights"].values()])]
     for _ in range(2):
         sim.step(evaluate=False)
@@ -186,7 +186,7 @@ def test_a_private_run_draws_new_noise_in_every_round(small_task) -> None:
 def test_a_round_without_clients_is_one_of_noise(small_task) -> None:
     pytest.importorskip("dp_accounting")
     task, sizes = small_task(), set()
-    sim = simulate(task, noise=1.0, clients_per_round=1)
+    sim = simulate(task, noise_multiplier=1.0, clients_per_round=1)
     for _ in range(12):
         before = trees.tree_map(Tensor.clone, sim.server)
         record = sim.step(evaluate=True)
@@ -244,7 +244,7 @@ def test_what_is_outside_the_mechanism_is_refused_in_one_line(case: str, small_t
     chosen = fedprior.algorithm(name, task.network, **own)
     check_guard(Settings(**settings), chosen, task.network)
     with pytest.raises(SettingError, match=words) as caught:
-        check_guard(Settings(noise=1.0, **settings), chosen, task.network)
+        check_guard(Settings(noise_multiplier=1.0, **settings), chosen, task.network)
     assert "\n" not in str(caught.value)
 
 
@@ -257,7 +257,7 @@ def test_what_composes_is_not_refused(small_task) -> None:
         {"wire": "bfloat16"},
         {"attack": "scale"},
     ):
-        check_guard(Settings(noise=1.0, **fine), chosen, task.network)
+        check_guard(Settings(noise_multiplier=1.0, **fine), chosen, task.network)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_clip_needs_a_distance(name: str, words: str, small_task) -> None:
 
 def test_a_private_run_counts_clients_equally(small_task) -> None:
     pytest.importorskip("dp_accounting")
-    sim = simulate(small_task(), noise=1.0)
+    sim = simulate(small_task(), noise_multiplier=1.0)
     assert sim.share([0, 1, 2]).weight is None
     assert simulate(small_task()).share([0, 1, 2]).weight is not None
-    assert replace(sim.settings, noise=None).private is False
+    assert replace(sim.settings, noise_multiplier=None).private is False

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fedprior
+from fedprior.catalogue.algorithms import algorithm_settings
 from fedprior.core.errors import SettingError
 from fedprior.core.options import plain
 from fedprior.core.settings import ATTACKS, PRECISIONS, RUN_OPTIONS, Settings
@@ -67,8 +68,12 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "few attackers": ({"attack": "scale", "attackers": 0.04}, {"attackers": 0.06}, "of 10 clients that is none"),
     "attack": ({"attack": "scale"}, {"attackers": 0.1}, "there are no attackers"),
-    "bound": ({"bound": 4.0, "noise": 1.0}, {"noise": None}, "private, and clip bounds every upload"),
-    "delta": ({"delta": 1e-6}, {"noise": 1.0}, "not private; give epsilon, its budget"),
+    "bound": (
+        {"bound": 4.0, "noise_multiplier": 1.0},
+        {"noise_multiplier": None},
+        "private, and clip bounds every upload",
+    ),
+    "delta": ({"delta": 1e-6}, {"noise_multiplier": 1.0}, "not private; give epsilon, its budget"),
     "epochs": ({"epochs": 2, "local_steps": 3}, {"local_steps": None}, "local_steps=3 says how long"),
     "entropy": ({"entropy": False, "wire": "float16"}, {"wire": "float32/int8"}, "the wire is float16"),
     "warmup": ({"lr_schedule": "cosine(warmup=5)", "rounds": 5}, {"rounds": 6}, "warmup=5 is as long as the run"),
@@ -146,3 +151,9 @@ def test_the_documentation_has_the_settings_as_they_are() -> None:
     shown = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` | " in shown for name in RUN_OPTIONS)
     assert script["filled"](shown) == shown, "run python scripts/fill_settings.py"
+
+
+def test_no_setting_of_a_run_has_the_name_of_one_of_an_algorithm() -> None:
+    """`--set` finds by its name whose setting is meant."""
+    for name in fedprior.ALGORITHMS:
+        assert not RUN_OPTIONS.keys() & algorithm_settings(name, {}).keys(), name

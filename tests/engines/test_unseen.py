@@ -81,7 +81,7 @@ def test_those_held_out_have_no_part_in_the_shares(small_task):
 def test_a_private_run_is_sampled_from_those_who_take_part(small_task):
     """Or its ε would be too small: of six clients three are half."""
     pytest.importorskip("dp_accounting", reason="needs the extra privacy")
-    result = held(small_task, clip=1.0, noise=1.0, rounds=2)
+    result = held(small_task, clip=1.0, noise_multiplier=1.0, rounds=2)
     assert result.records[-1]["epsilon"] == Accountant(3 / 6, 1.0, result.simulation.settings.delta).total(2)
 
 

@@ -104,7 +104,9 @@ def _nobody(run: Any) -> str:
 
 def _public(run: Any) -> str:
     return (
-        "" if run.epsilon is not None or run.noise is not None else "the run is not private; give epsilon, its budget"
+        ""
+        if run.epsilon is not None or run.noise_multiplier is not None
+        else "the run is not private; give epsilon, its budget"
     )
 
 
@@ -232,7 +234,7 @@ class Settings:
             above=0,
         ),
     ] = None
-    noise: Annotated[
+    noise_multiplier: Annotated[
         float | None,
         About(
             "in private, the noise of a round as a multiple of `clip`; none: the least that epsilon allows",
@@ -338,7 +340,7 @@ class Settings:
     @property
     def private(self) -> bool:
         """Whether every client has differential privacy."""
-        return self.epsilon is not None or self.noise is not None
+        return self.epsilon is not None or self.noise_multiplier is not None
 
     @property
     def largest(self) -> float:

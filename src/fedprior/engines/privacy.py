@@ -28,7 +28,7 @@ CLOSE = 1e-3
 def guard_of(settings: Settings) -> Guard | None:
     """What a run with these settings does to uploads."""
     if settings.private:
-        return Guard(settings.largest, settings.noise or 0.0, settings.clients_per_round)
+        return Guard(settings.largest, settings.noise_multiplier or 0.0, settings.clients_per_round)
     return None if settings.clip is None else Guard(settings.clip)
 
 
@@ -122,7 +122,7 @@ def accountant_of(settings: Settings, clients: int) -> Accountant | None:
     """The accountant of a run; None if it is not private."""
     if not settings.private:
         return None
-    return accountant(settings.clients_per_round / clients, settings.noise or 0.0, settings.delta)
+    return accountant(settings.clients_per_round / clients, settings.noise_multiplier or 0.0, settings.delta)
 
 
 @lru_cache(maxsize=16)
@@ -148,10 +148,10 @@ def noise_for(budget: float, rate: float, rounds: int, delta: float) -> float:
 
 def with_noise(settings: Settings, clients: int) -> Settings:
     """Settings that say how much noise there is, where they say what it may cost."""
-    if settings.epsilon is None or settings.noise is not None:
+    if settings.epsilon is None or settings.noise_multiplier is not None:
         return settings
     rate = settings.clients_per_round / clients
-    return replace(settings, noise=noise_for(settings.epsilon, rate, settings.rounds, settings.delta))
+    return replace(settings, noise_multiplier=noise_for(settings.epsilon, rate, settings.rounds, settings.delta))
 
 
 def check_budget(settings: Settings, clients: int) -> None:
@@ -162,6 +162,6 @@ def check_budget(settings: Settings, clients: int) -> None:
     if (cost := spending.total(settings.rounds)) > settings.epsilon:
         most = spending.most(settings.epsilon, settings.rounds)
         raise SettingError(
-            f"{settings.rounds} rounds with noise={settings.noise:g} spend ε = {cost:.4g}, and the budget is "
-            f"epsilon={settings.epsilon:g}: it allows {most} rounds"
+            f"{settings.rounds} rounds with noise_multiplier={settings.noise_multiplier:g} spend ε = {cost:.4g}, "
+            f"and the budget is epsilon={settings.epsilon:g}: it allows {most} rounds"
         )

@@ -13,7 +13,7 @@ from fedprior.engines.build import build
 from fedprior.flower import HardEM, Server
 
 RUN = "0123456789abcdef"
-SETTINGS = {"noise": 1.0, "clip": 0.1, "evaluate_every": 1, "clients_per_round": 1, "rounds": 8}
+SETTINGS = {"noise_multiplier": 1.0, "clip": 0.1, "evaluate_every": 1, "clients_per_round": 1, "rounds": 8}
 
 
 def deployed(job, quick, tmp_path, secret=None):
@@ -41,7 +41,7 @@ def test_with_the_simulators_secret_it_has_the_simulators_numbers(make_job, quic
 
 def test_cohorts_and_noise_do_not_follow_from_the_seed_that_devices_know(make_job, quick, tmp_path):
     pytest.importorskip("dp_accounting")
-    job = make_job("fedavg", {**SETTINGS, "noise": 100.0, "rounds": 1})
+    job = make_job("fedavg", {**SETTINGS, "noise_multiplier": 100.0, "rounds": 1})
     states = [
         torch.cat([v.flatten() for v in deployed(job, quick, tmp_path)[0].state["weights"].values()]) for _ in "ab"
     ]
