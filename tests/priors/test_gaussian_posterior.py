@@ -15,6 +15,7 @@ from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.em import Batch, e_step
 from fedprior.priors import Assignment, GaussianPosterior
+from fedprior.priors.base import NONE
 
 D = torch.float64
 N, DECAY = 500.0, 0.05
@@ -47,11 +48,12 @@ class Repeated(list):
         return self.batch
 
 
-def learn(clients, steps, **settings):
+def learn(clients, steps, factors=NONE, **settings):
     """The E-step of so many clients that have the same data and other draws."""
     model, (x, y) = network(), regression()
     chosen = fedprior.algorithm("fedgauss", model, **SETTINGS, **settings)
     server = chosen.init(model.params())
+    server = {**server, "precision": {k: v * factors.get(k, 1.0) for k, v in server["precision"].items()}}
     packet = {s: {k: v.expand(clients, *v.shape) for k, v in server[s].items()} for s in server}
     batch = Batch(x.expand(clients, *x.shape), y.expand(clients, *y.shape), None, None)
     turn = Turn(keys.key(3).expand(clients), 1, torch.arange(clients))
@@ -75,7 +77,10 @@ def test_the_e_step_finds_the_posterior_of_a_linear_regression():
 
 def test_one_step_is_the_formula():
     """The gradient at a draw by hand, with its natural steps in mean and log precision, which are clipped."""
-    _, server, turn, uploads = learn(3, 1, local_optimiser="SGD(lr=0.2)", local_precision_optimiser="SGD(lr=0.3)")
+    factors = {"weight": 2.0, "bias": 0.5}
+    _, server, turn, uploads = learn(
+        3, 1, factors, local_optimiser="SGD(lr=0.2)", local_precision_optimiser="SGD(lr=0.3)"
+    )
     prior, (x, y) = GaussianPosterior(**SETTINGS), regression()
     start = prior.start
     for client in range(3):
@@ -84,9 +89,11 @@ def test_one_step_is_the_formula():
         wrong = x @ drawn["weight"][0] + drawn["bias"] - y
         for name, g in (("weight", (wrong[:, None] * x).mean(0)[None]), ("bias", wrong.mean()[None])):
             m = server["weights"][name]
-            torch.testing.assert_close(uploads["weights"][name][client], m - 0.2 * (g + DECAY * m))
-            natural = 1 - DECAY / start - N * g * (drawn[name] - m)
-            sure = math.log(start) - 0.3 * natural.clamp(-10, 10)
+            torch.testing.assert_close(
+                uploads["weights"][name][client], m - 0.2 * min(1, 1 / factors[name]) * (g + DECAY * m)
+            )
+            natural = 1 - DECAY / (start * factors[name]) - N * g * (drawn[name] - m)
+            sure = math.log(start * factors[name]) - 0.3 * natural.clamp(-10, 10)
             torch.testing.assert_close(uploads["precision"][name][client], sure.exp())
 
 
@@ -166,12 +173,12 @@ def test_a_small_precision_survives_rounding_beside_a_large_one(small_task):
     network = small_task().network
     chosen = replace(fedprior.algorithm("fedgauss", network), wire=wire.Wire.of("int8"))
     packet = chosen.init(network.params())
-    small = {name: torch.full_like(value, 1e-4) for name, value in packet["precision"].items()}
+    small = {name: torch.full_like(value, 1.2345e-3) for name, value in packet["precision"].items()}
     layout = chosen.uplink(packet)
     coded = wire.quantise({**packet, "precision": small}, layout, packet, keys.key(1))
     heard = wire.restore(wire.decode(wire.encode(coded, layout), layout), layout, packet)
     for value in heard["precision"].values():
-        torch.testing.assert_close(value, torch.full_like(value, 1e-4), rtol=0.01, atol=0)
+        torch.testing.assert_close(value, torch.full_like(value, 1.2345e-3), rtol=0.01, atol=0)
 
 
 def test_members_of_the_posterior_are_draws_from_it(small_task):

@@ -8,11 +8,12 @@ E-step: variational inference for N examples like the client's own, per example
 
 by natural gradients, one draw φ = m + ε / √(N p) per step. In m and ℓ = log p, Fisher's information is N p and ½:
 
-    m ← m − α (p₀ / p) (g + δ m)        ℓ ← ℓ − ρ clip(1 − δ / p − N g (φ − m))
+    m ← m − α min(1, p₀ / p) (g + δ m)        ℓ ← ℓ − ρ clip(1 − δ / p − N g (φ − m))
 
 This is IVON (Shen et al. 2024), with ĥ = g (φ − m) N p: to second order, p e^{ρ (ĥ + δ − p) / p} is its step on h + δ,
 which stays positive too. As there, rates are scaled by the initial precision p₀: α is that of plain SGD. The clip
-is ours: one draw may call a curvature ten times what it was believed to be, and no more.
+is ours: one draw may call a curvature ten times what it was believed to be, and no more. So is the min: where the loss
+is flat, p falls to δ, and p₀ / δ times the rate of SGD diverges. Neither moves the point where the steps end.
 
 M-step: q minimises Σ_s n_s KL(q ‖ q_s). It is the product of the clients' Gaussians, each to the power n_s / Σ n_s:
 
@@ -45,7 +46,7 @@ FARTHEST = 10.0
 class GaussianPosterior(Prior):
     """N(m, 1 / (N p)) over every parameter."""
 
-    examples: float = 1e5
+    examples: float = 1e4
     """N, how many examples the posterior is of."""
     decay: float = 1e-4
     """δ, the precision of the fixed prior around zero, per example."""
@@ -143,7 +144,10 @@ class GaussianPosterior(Prior):
     def natural(self, grads: Tree, local: Tree, packet: Tree) -> Tree:
         logs = local["log-precision"]
         return {
-            "weights": {name: value * self.start * (-logs[name]).exp() for name, value in grads["weights"].items()},
+            "weights": {
+                name: value * (self.start * (-logs[name]).exp()).clamp(max=1)
+                for name, value in grads["weights"].items()
+            },
             "log-precision": {
                 name: (value * 2 * self.examples).clamp(-FARTHEST, FARTHEST)
                 for name, value in grads["log-precision"].items()

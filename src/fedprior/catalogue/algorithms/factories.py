@@ -50,11 +50,11 @@ def gaussian(
 def gaussian_posterior(
     network: Network,
     *,
-    examples: options.Examples = 1e5,
+    examples: options.Examples = 1e4,
     decay: options.Decay = 1e-4,
     curvature: options.Curvature = 1.0,
     training: Training = TRAINING,
-    local_precision_optimiser: options.LocalPrecisionOptimiser = Optimiser.preset("SGD", lr=0.01),
+    local_precision_optimiser: options.LocalPrecisionOptimiser = Optimiser.preset("SGD", lr=0.002),
 ) -> Algorithm:
     """A Gaussian posterior; without a server optimiser the M-step is the product of the clients'."""
     prior = GaussianPosterior(examples, decay, curvature)
