@@ -68,7 +68,11 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "few attackers": ({"attack": "scale", "attackers": 0.04}, {"attackers": 0.06}, "of 10 clients that is none"),
     "attack": ({"attack": "scale"}, {"attackers": 0.1}, "there are no attackers"),
-    "bound": ({"bound": 4.0, "noise_multiplier": 1.0}, {"noise_multiplier": None}, "private, and clip bounds every upload"),
+    "bound": (
+        {"bound": 4.0, "noise_multiplier": 1.0},
+        {"noise_multiplier": None},
+        "private, and clip bounds every upload",
+    ),
     "delta": ({"delta": 1e-6}, {"noise_multiplier": 1.0}, "not private; give epsilon, its budget"),
     "epochs": ({"epochs": 2, "local_steps": 3}, {"local_steps": None}, "local_steps=3 says how long"),
     "entropy": ({"entropy": False, "wire": "float16"}, {"wire": "float32/int8"}, "the wire is float16"),
