@@ -202,9 +202,10 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
         (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow and fedsparse-sized"),
         (("--budget", "much"), "number of bytes"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fedsparse-sized, fednarrow"),
-        (("--algorithm", "fedsparse", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many gates close"),
-        (("--algorithm", "fedsparse", "--budget", "1MB"), "or fednarrow"),
-        (("--algorithm", "fedsparse", "--set", "max_parameters=9"), "or fednarrow"),
+        (("--algorithm", "fedsparse+scaffold", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many gates close"),
+        (("--algorithm", "fedsparse", "--sparsity", "0.5", "--set", "lambda0=1e-6"), "not of fedsparse-sized"),
+        (("--algorithm", "fedsparse+scaffold", "--budget", "1MB"), "or fednarrow"),
+        (("--algorithm", "fedsparse-unstructured", "--set", "max_parameters=9"), "or fednarrow"),
     ):
         code, _, err = shell("run", "tiny", *wrong, "--out", "wrong")
         assert code == 2
@@ -357,6 +358,17 @@ def test_set_reaches_every_option_that_has_a_flag(shell, tmp_path):
     assert shell("run", "tiny", "--out", "sets", *given)[0] == 0
     for name in ("config.toml", "rounds.jsonl"):
         assert (tmp_path / "flags" / name).read_text() == (tmp_path / "sets" / name).read_text()
+
+
+def test_with_a_size_fedsparse_is_the_one_that_learns_what_fits(shell, tmp_path):
+    size = ("--set", "sparsity=0.5")
+    code, out, err = shell("compare", "tiny", "--algorithms", "fedavg,fedsparse", *size, "--rounds", 2, "--out", "both")
+    assert (code, err) == (0, "")
+    assert "asked for a size: fedsparse is fedsparse-sized" in out
+    assert 'algorithm = "fedsparse-sized"' in (tmp_path / "both" / "fedsparse-sized" / "config.toml").read_text()
+    code, _, err = shell("compare", "tiny", "--algorithms", "fedsparse,fedsparse-sized", "--sparsity", "0.5")
+    assert code == 2
+    assert "different names" in err
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**63 - 1])
@@ -584,7 +596,7 @@ def test_a_broken_or_foreign_checkpoint_is_a_one_line_error_and_nothing_is_lost(
 
 
 def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_rate(shell, tmp_path):
-    arguments = ("--out", "mine", "--set", "local_optimiser=SGD(lr=1e20)")
+    arguments = ("--out", "mine", "--set", "local_optimiser=SGD(lr=1e20)", "--set", "bound=0")
     code, out, err = shell("run", "tiny", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.match(r"error: client [0-5] diverged in round 1: .*lower the learning rates", err)
@@ -593,7 +605,7 @@ def test_a_diverged_run_names_client_and_round_and_can_be_resumed_with_a_lower_r
     config = tmp_path / "mine" / "config.toml"
     config.write_text(config.read_text().replace("SGD(lr=1e+20)", "SGD(lr=0.05)"))
     assert shell("resume", "mine")[0] == 0
-    shell("run", "tiny", "--out", "calm")
+    shell("run", "tiny", "--out", "calm", "--set", "bound=0")
     assert (tmp_path / "mine" / "rounds.jsonl").read_text() == (tmp_path / "calm" / "rounds.jsonl").read_text()
 
 

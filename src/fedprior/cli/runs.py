@@ -64,7 +64,7 @@ def run_command(
 
     if algorithm is None and asked.sized:
         _say_narrow()
-    algorithm = algorithm or ("fednarrow" if asked.sized else "fedavg")
+    (algorithm,) = _of_a_size([algorithm or ("fednarrow" if asked.sized else "fedavg")], asked)
     folder = out or start.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{asked.seed}")
     results = _run(task, [algorithm], asked, [folder], label)
     console.print(summary_table([r.summary for r in results]))
@@ -90,7 +90,7 @@ def compare_command(
     if algorithms is None and asked.sized:
         _say_narrow()
     algorithms = algorithms if algorithms is not None else f"fedavg,{'fednarrow' if asked.sized else 'fedsparse'}"
-    names = names_in(algorithms)
+    names = _of_a_size(names_in(algorithms), asked)
     if not names or len(set(names)) != len(names):
         raise SettingError(f"--algorithms takes different names separated by commas, got {algorithms!r}")
     folder = out or start.unused_folder(Path("runs") / f"compare-{_short(task)}")
@@ -201,6 +201,14 @@ def _say_narrow() -> None:
     console.print(
         "asked for a size: fednarrow, a network narrowed before training (fedsparse-sized learns what to keep)"
     )
+
+
+def _of_a_size(names: list[str], asked: Asked) -> list[str]:
+    """The algorithms that were asked for: with a size, FedSparse is the one that learns which gates fit it."""
+    if (not asked.sized and not {"sparsity", "max_parameters"} & asked.settings.keys()) or "fedsparse" not in names:
+        return names
+    console.print("asked for a size: fedsparse is fedsparse-sized, whose clients vote on what fits (not λ₀)")
+    return ["fedsparse-sized" if name == "fedsparse" else name for name in names]
 
 
 def _short(task: str) -> str:

@@ -247,5 +247,5 @@ def sized_slab(
         prior,
         average=average,
         local={"thresholds": local_threshold_optimiser},
-        server={"votes": Optimiser.preset("SGD", lr=1 - recall)},  # one step is the running mean
+        server={"votes": Optimiser.preset("SGD", lr=round(1 - recall, 12))},  # one step is the running mean
     )
