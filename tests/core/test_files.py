@@ -1,6 +1,7 @@
 """A full disk: one line with the path, and nothing half-written. The system's limit on a file's size stands for it."""
 
 import json
+import re
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fedprior
+import small_disk
 from fedprior import RunError
 from fedprior.core import files
 from fedprior.report.write import write_report
@@ -86,6 +88,40 @@ def test_a_run_on_a_full_disk_names_the_file_and_can_be_resumed(small_task, tmp_
         again = fedprior.run(task, "fedavg", out=run)
     assert again.records == whole.records
     assert (run / "rounds.jsonl").read_text() == (tmp_path / "whole" / "rounds.jsonl").read_text()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9, 0.99])
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_says_how_to_go_on(small_task, tmp_path, share):
+    task, run = small_task(rounds=6, checkpoint_every=1, evaluate_every=1), tmp_path / "run"
+    with small_disk.disk() as whole_disk:
+        whole = fedprior.run(task, "fedavg", out=tmp_path / "whole")
+    with small_disk.disk(share * whole_disk.written), pytest.raises(RunError) as caught:
+        fedprior.run(task, "fedavg", out=run)
+    said = re.fullmatch(
+        rf"cannot write {run}/\S+: No space left on device\. Free some space on the disk of {run}, "
+        rf"then `fedprior resume {run}` goes on from its (start|last checkpoint, which is whole)",
+        str(caught.value),
+    )
+    assert said
+    assert ("checkpoint" in said[1]) == (run / "checkpoint.safetensors").exists()
+    assert not list(run.glob("*.part"))
+    lines = (run / "rounds.jsonl").read_text()
+    assert lines == "" or lines.endswith("}\n")
+    algorithm = fedprior.algorithm("fedavg", task.network)
+    if said[1] != "start":  # the checkpoint alone, before anything is repaired, has a server to use
+        fedprior.evaluate(run, task=task, algorithm=algorithm)
+    again = fedprior.resume(run, task=task, algorithm=algorithm)
+    assert again.records == whole.records
+    for name in ("rounds.jsonl", "model.safetensors", "clients.bin"):
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_full_disk_outside_of_a_run_is_one_line_too(tmp_path):
+    with small_disk.disk(3), pytest.raises(RunError) as caught:
+        files.write_atomically(tmp_path / "file", "four")
+    no_room = "No space left on device. Free some space on the disk of"
+    assert str(caught.value) == f"cannot write {tmp_path / 'file'}: {no_room} {tmp_path}"
+    assert tree(tmp_path) == {}
 
 
 def test_a_report_is_replaced_completely_or_not_at_all(small_task, tmp_path):

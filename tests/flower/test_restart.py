@@ -12,6 +12,7 @@ import torch
 from local_grid import LocalGrid
 
 import fedprior
+import small_disk
 from fedprior import RunError, SettingError
 from fedprior.flower import server_checkpoint
 from fedprior.flower.apps import serve
@@ -58,6 +59,23 @@ def test_resumed_equals_unbroken(name, moment, make_job, tmp_path, monkeypatch):
     one, other = (json.loads((folder / "summary.json").read_text()) for folder in (broken, whole))
     assert one | {"seconds": 0} == other | {"seconds": 0}
     assert one["engine"] == "flower"
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8, 0.99])
+def test_a_servers_full_disk_is_one_line_and_the_run_goes_on(share, make_job, tmp_path):
+    """Clients' memories are on disks of their own."""
+    job = make_job("fedavg", {"rounds": 5, "clients_per_round": 3})
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with small_disk.disk() as disk:
+        serve(job, LocalGrid(job, tmp_path / "a"), {**LIMITS, "out": str(whole)})
+    with small_disk.disk(share * disk.written), pytest.raises(RunError) as caught:
+        serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "out": str(broken)})
+    again = f"""then `flwr run . --run-config 'resume="{broken}"'` goes on from its last checkpoint"""
+    assert "No space left on device. Free some space on the disk of" in str(caught.value)
+    assert again in str(caught.value)
+    assert not list(broken.glob("*.part"))
+    serve(job, LocalGrid(job, tmp_path / "b"), {**LIMITS, "resume": str(broken)})
+    assert contents(broken) == contents(whole)
 
 
 def test_a_folder_older_than_the_setting_precision_continues(make_job, tmp_path):

@@ -1,5 +1,7 @@
 """Errors that a user can fix. The command line prints them as one line and exits with status 2."""
 
+from pathlib import Path
+
 
 class FedpriorError(Exception):
     """The base class of every error about the user's input, data or model."""
@@ -23,6 +25,14 @@ class WireError(FedpriorError):
 
 class RunError(FedpriorError):
     """A run folder that already exists, is missing, or holds something unexpected."""
+
+
+class FullDiskError(RunError):
+    """There is no room on the disk for a file; what was kept before is whole."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"cannot write {path}: {reason}. Free some space on the disk of {path.parent.resolve()}")
+        self.path = path
 
 
 class DivergedError(RunError):

@@ -1,11 +1,15 @@
 """Write files completely or not at all, and name the file in the error if that fails, for example on a full disk."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedprior.core.errors import RunError
+from fedprior.core.errors import FullDiskError, RunError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""No room on the disk, or none left of the user's quota."""
 
 
 @contextlib.contextmanager
@@ -14,7 +18,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        if error.errno in FULL:
+            raise FullDiskError(path, reason) from error
+        raise RunError(f"cannot write {path}: {reason}") from error
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

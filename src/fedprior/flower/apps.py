@@ -80,10 +80,14 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
 
         labels = {"task": job.task, "algorithm": job.algorithm.name, "run": folder.path.name}
-        with metrics.serving(str(config.get("metrics", "")), records, job.settings.rounds, labels):
+        again = f"flwr run . --run-config 'resume=\"{folder.path.resolve()}\"'"
+        with (
+            folder.resumable(again),
+            metrics.serving(str(config.get("metrics", "")), records, job.settings.rounds, labels),
+        ):
             HardEM(server, limits, keep, told, bound).start(grid)
-        summary, model = server.summary(records), server.model()
-        folder.finish(summary, learned(model))
+            summary = server.summary(records)
+            folder.finish(summary, learned(server.model()))
     console = Console(width=120)
     with console.capture() as capture:
         console.print(summary_table([summary]))

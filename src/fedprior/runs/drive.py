@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,23 +166,26 @@ def drive(sessions: list[Session]) -> list[Result | DivergedError]:
     driver = engine([session.simulation for session in sessions], mode)
     for session in sessions:
         session.reopen()
-    number, saved = sessions[0].simulation.round, time.monotonic()
-    while number < settings.rounds and (running := [session for session in sessions if not session.ended]):
-        number += 1
-        outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
-        for session, outcome in zip(sessions, outcomes, strict=True):
-            session.hear(outcome)
-        if number == settings.rounds or any(session.ended for session in running) or _due(settings, number, saved):
-            _save(driver, running)
-            saved = time.monotonic()
-        wishes = [session.asks_to_stop() for session in running]
-        if any(wishes):
+    with ExitStack() as kept:
+        for folder in [session.folder for session in sessions if session.folder]:
+            kept.enter_context(folder.resumable(f"fedprior resume {folder.path}"))
+        number, saved = sessions[0].simulation.round, time.monotonic()
+        while number < settings.rounds and (running := [session for session in sessions if not session.ended]):
+            number += 1
+            outcomes = driver.step(evaluate=number == settings.rounds or number % settings.evaluate_every == 0)
+            for session, outcome in zip(sessions, outcomes, strict=True):
+                session.hear(outcome)
+            if number == settings.rounds or any(session.ended for session in running) or _due(settings, number, saved):
+                _save(driver, running)
+                saved = time.monotonic()
+            wishes = [session.asks_to_stop() for session in running]
+            if any(wishes):
+                for session in running:
+                    session.stopped = session.stopped or "by its callback"
+                _save(driver, running)
             for session in running:
-                session.stopped = session.stopped or "by its callback"
-            _save(driver, running)
-        for session in running:
-            session.fail()
-    return [session.error or session.finish(mode) for session in sessions]
+                session.fail()
+        return [session.error or session.finish(mode) for session in sessions]
 
 
 def _save(driver: Engine, sessions: list[Session]) -> None:

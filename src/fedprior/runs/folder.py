@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fedprior.core import locks
-from fedprior.core.errors import RunError
+from fedprior.core.errors import FullDiskError, RunError
 from fedprior.core.files import append_bytes, append_line, write_atomically
 from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
@@ -61,6 +61,17 @@ class RunFolder:
             self.rounds.touch()
         except OSError as error:
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
+
+    @contextmanager
+    def resumable(self, how: str) -> Iterator[None]:
+        """If the disk is full when a file of this run is written in the block, say how the run goes on."""
+        try:
+            yield
+        except FullDiskError as error:
+            if error.path.parent != self.path:
+                raise
+            where = "its last checkpoint, which is whole" if self.checkpoint.exists() else "its start"
+            raise RunError(f"{error}, then `{how}` goes on from {where}") from error
 
     def read_config(self) -> dict[str, dict[str, Any]]:
         """Read the config, or raise an error that says why it cannot be read."""
