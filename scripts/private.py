@@ -1,7 +1,7 @@
 """What privacy costs in accuracy where there are many clients: 10,000 virtual ones on the embedded digits.
 
     python scripts/private.py --out results/private/clients10000.csv
-    python scripts/private.py --budgets 8 --clips 0.05,0.5,5 --quantiles none,0.5 --seeds 0,1 \
+    python scripts/private.py --budgets 8 --clips 0.05,0.5,5 --quantiles none,0.5 \
         --out results/private/clips10000.csv
 
 Every client has ten training digits of mnist-mini, drawn at random. There are 10,000 such digits, so a digit is with
