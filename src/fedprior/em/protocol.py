@@ -114,8 +114,20 @@ def take_turn(
 def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
     """The upload of a client that has not moved, for a round without any."""
     packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
-    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), _no_data)
     return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
+def imagine(algorithm: Algorithm, server: Tree, key: Tensor) -> Params:
+    """A draw from the prior: the model of a client that has no data."""
+    packet = algorithm.broadcast(server, keys.fold(key, Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, keys.fold(key, Purpose.ADOPT), _no_data)
+    return algorithm.prior.sample(local, algorithm.prior.receive(packet), keys.fold(key, Purpose.COMMIT))
+
+
+def _no_data(params: Params) -> Tensor:
+    """The loss of a client that has no data."""
+    return torch.zeros(())
 
 
 def protect(
