@@ -15,12 +15,14 @@ from fedprior.core import keys, trees
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
+from fedprior.core.network import Network
 from fedprior.core.options import either
 from fedprior.core.trees import Params
 from fedprior.em import Algorithm, protocol
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import with_values
 from fedprior.runs.drive import Result
+from fedprior.trained.elsewhere import task_of
 from fedprior.trained.export import personal_model, simulation_of
 
 SOURCES = ("prior", "clients")
@@ -32,6 +34,7 @@ def posterior(
     samples: int = 16,
     of: str = "prior",
     task: Task | None = None,
+    network: Network | None = None,
     algorithm: Algorithm | None = None,
 ) -> Ensemble:
     """A run's uncertainty as an ensemble, whose outputs are the logarithm of its members' mean probabilities.
@@ -41,7 +44,7 @@ def posterior(
     """
     if of not in SOURCES:
         raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
-    sim = simulation_of(run, task, algorithm, "posterior")
+    sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
     most = sim.data.clients if of == "clients" else samples
     if not 1 <= samples <= most:
         raise SettingError(f"samples must lie between 1 and {max(most, 1)}, got {samples}")
