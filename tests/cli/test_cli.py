@@ -579,11 +579,11 @@ def test_a_broken_or_foreign_checkpoint_is_a_one_line_error_and_nothing_is_lost(
     data = path.read_bytes()
     for damaged in (data[:-1], b"", os.urandom(500), (tmp_path / "other" / "checkpoint.safetensors").read_bytes()):
         path.write_bytes(damaged)
-        before = {file: file.read_bytes() for file in path.parent.iterdir()}
+        before = {file: file.read_bytes() for file in path.parent.rglob("*.*")}
         code, out, err = shell("resume", "mine")
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert "checkpoint.safetensors" in err
-        assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+        assert {file: file.read_bytes() for file in path.parent.rglob("*.*")} == before
     path.write_bytes(data)
     config = tmp_path / "mine" / "config.toml"
     text = config.read_text()
