@@ -360,6 +360,7 @@ CALM = [2.0, 1.5, 1.2, 1.1, 0.9, 1.0, 0.8, 1.0, 0.7, 0.9, 1.1, 0.8]
         ([*CALM, 9.0, 7.0, 5.0], [13]),
         ([*CALM, 9.0, 7.0, 5.0, *[4.0] * 12], [13]),  # said once, however long it lasts
         ([*CALM, *[9.0] * 14, *[90.0] * 3], [13, 27]),
+        ([*CALM, *[10.0**power for power in range(1, 9)]], [13]),
         ([*[0.5, 1.5] * 5, 2.9, 2.9, 2.9], []),  # more than twice as much as usual, but within twice the range
         ([*[0.5, 1.5] * 5, 3.1, 3.1, 3.1], [11]),
         ([*[9.0, 9.1] * 5, 18.0, 18.0, 18.0], []),  # far beyond the range, but less than twice as much

@@ -5,6 +5,7 @@ it goes the best model up to then, if the run has one.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,18 @@ def _check(folder: RunFolder, to: int) -> tuple[str, list[Record]]:
         raise RunError(f"{folder.path} is private: going back would not take back what its devices have been told")
     saved = storage.load(place, DEPLOYED if name else FORMAT, name or None)
     records = folder.records()
-    whose = name or _of_simulation(saved.run) == (run["algorithm"], int(keys.key(run["seed"])))
-    if not whose or len(records) < to or checksum(records[:to]) != saved.records:
+    if not (name or _is_of(run, saved.run)) or len(records) < to or checksum(records[:to]) != saved.records:
         raise RunError(f"{place} does not belong to the records in {folder.rounds}")
     return saved.records, records
 
 
-def _of_simulation(identity: str) -> tuple[Any, Any]:
-    """Algorithm and key in what identifies a simulation's checkpoint; `resume` compares the rest."""
+def _is_of(run: Mapping[str, Any], identity: str) -> bool:
+    """Whether what identifies a simulation's checkpoint names this run's algorithm and seed; `resume` sees the rest."""
     try:
         about = json.loads(identity)
-        return about["algorithm"], about["key"]
+        return (about["algorithm"], about["key"]) == (run["algorithm"], int(keys.key(run["seed"])))
     except (ValueError, TypeError, KeyError):
-        return None, None
+        return False
 
 
 def _place(folder: RunFolder, number: int, kind: str = "") -> Path:
