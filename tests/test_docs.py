@@ -51,10 +51,15 @@ def test_measured_tables_go_between_their_marks(tmp_path: Path) -> None:
 
 def test_export_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = python_blocks("export.md")
+    example, alone = python_blocks("export.md")
     exec(example, {"__name__": "export"})
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert (tmp_path / "small" / "model.py").exists()
+    mine = {"my_module": torch.nn.Linear(4, 2), "my_x": torch.randn(10, 4), "my_y": torch.arange(10) % 2}
+    task = fedprior.own_task(mine["my_module"], [(mine["my_x"], mine["my_y"])] * 2)
+    fedprior.run(task, "fedavg", rounds=1, out="runs/mine")
+    exec(alone, {"fedprior": fedprior, **mine})
+    assert (tmp_path / "small-too" / "model.py").exists()
 
 
 def test_every_algorithm_is_documented() -> None:

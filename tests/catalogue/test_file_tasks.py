@@ -147,7 +147,7 @@ def test_a_changed_file_does_not_resume_its_runs(shell, tmp_path):
     ("name", "settings", "message"),
     [
         ("nowhere.py:make_task", (), "there is no file nowhere.py"),
-        ("mine.py", (), "name the function that makes the task, such as mine.py:make_task"),
+        ("mine.py", (), "name the function that makes it, such as mine.py:make_task"),
         ("mine.py:make-task", (), "name the function"),
         ("mine.py:make_tusk", (), "has no function 'make_tusk'; it has make_task, needs,"),
         ("mine.py:nn", (), "has no function 'nn'"),

@@ -66,6 +66,8 @@ def naive(rounds: list[list[float]], bound: float) -> list[tuple[list[bool], lis
         finite = [d for d in distances if math.isfinite(d)]
         known = [m for m in medians[-RECENT:] if m > 0]
         usual = statistics.median_low(known) if known else statistics.median_low(finite)
+        if len(known) < RECENT and finite:
+            usual = max(usual, min(statistics.median_low(finite), bound * usual))
         apart = [(d / usual if usual > 0 else 0.0) if math.isfinite(d) else math.inf for d in distances]
         found.append(([a <= bound for a in apart], apart))
         medians.append(statistics.median_low(finite))

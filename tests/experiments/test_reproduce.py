@@ -133,8 +133,8 @@ def test_a_diverged_run_is_reported_and_does_not_stop_the_others(reproduce, tmp_
     for _ in range(2):
         code, out, err = reproduce("--seeds", 1, "--out", "mine")
         assert (code, err) == (0, "")
-        assert re.search(r"wild, seed 0: client \d diverged in round 1: .*; going on", out)
-        assert re.search(r"- wild, seed 0: client \d diverged in round 1.*; not in the table", out)
+        assert re.search(r"wild, seed 0: client \d diverged in round 2: .*; going on", out)
+        assert re.search(r"- wild, seed 0: client \d diverged in round 2.*; not in the table", out)
         assert "Wild | – | – |" in (tmp_path / "mine" / "table.md").read_text()
     assert (tmp_path / "mine" / "avg" / "seed-0" / "summary.json").exists()
     assert not (tmp_path / "mine" / "wild" / "seed-0" / "summary.json").exists()

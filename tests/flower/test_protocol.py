@@ -31,7 +31,7 @@ CHANGES = {
     "speak": lambda spoken: protocol.Spoken(halved(spoken.said), halved(spoken.coded)),
     "hear": halved,
     "take_turn": lambda taken: (taken[0]._replace(upload=halved(taken[0].upload)), taken[1]),
-    "conclude": lambda concluded: (halved(concluded[0]), concluded[1]),
+    "conclude": lambda concluded: concluded._replace(server=halved(concluded.server)),
 }
 
 

@@ -24,6 +24,15 @@ Best = Annotated[
     bool, typer.Option("--best", help="The best evaluation's model, of a run with --set keep=best, not the last.")
 ]
 
+JobOption = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        metavar="FILE.py:FUNCTION",
+        help="For a Flower run of your own model: the app's function that makes the job.",
+    ),
+]
+
 
 def report_command(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders of runs.")],
@@ -59,6 +68,7 @@ def export_command(
     to: Annotated[Path, typer.Option(help="The folder for model.py, model.safetensors, model.onnx and model.json.")],
     personalise: Client = None,
     best: Best = False,
+    job: JobOption = None,
     onnx: Annotated[bool | None, typer.Option(help="Whether to write model.onnx; if not given, when possible.")] = None,
     align: Annotated[
         int, typer.Option(min=1, help="In model.onnx, keep a convolution's input channels a multiple of this.")
@@ -67,7 +77,7 @@ def export_command(
     """Write the run's network without its closed units, as plain torch and as ONNX."""
     from fedprior.trained.export import export
 
-    found = export(run, to, personalise=personalise, best=best, onnx=onnx, align=align)
+    found = export(run, to, personalise=personalise, best=best, **_of_job(run, job), onnx=onnx, align=align)
     console.print(_sizes_table(found))
     console.print(f"milliseconds: {found['timing']}")
     units = ", ".join(f"{layer} {left} of {of}" for layer, (left, of) in found["units"].items())
@@ -75,7 +85,7 @@ def export_command(
     for name, compared in found["compared"].items():
         console.print(
             f"{name}: outputs equal the full network's to {compared['largest_difference']:.1e}, "
-            f"and {compared['same_predictions']:,} of {compared['inputs']:,} predictions",
+            f"and {compared['same_predictions']:,} of {compared['inputs']:,} predictions ({found['compared_on']})",
         )
     for note in found["notes"]:
         console.print(note)
@@ -138,12 +148,13 @@ def evaluate_command(
     ] = None,
     personalise: Client = None,
     best: Best = False,
+    job: JobOption = None,
 ) -> None:
     """Measure a run's network and, with --personalise, one client's own next to it."""
     from fedprior.report.table import Table
     from fedprior.trained.export import evaluate
 
-    found = evaluate(run, data=data, personalise=personalise, best=best)
+    found = evaluate(run, data=data, personalise=personalise, best=best, **_of_job(run, job))
     names = [name for name in found if name not in ("title", "examples", "accuracy", "loss", "by_class", "server")]
     header, rows = ["model", "examples", "accuracy", "loss", *names], []
     models = [(found["title"], found)] + ([("the server's, on the same", found["server"])] if "server" in found else [])
@@ -156,6 +167,17 @@ def evaluate_command(
         return
     classes = [[str(label), str(n), str(of), f"{100 * n / of:.1f}%"] for label, (n, of) in found["by_class"].items()]
     console.print(Table(["class", "right", "of", "accuracy"], classes, words=4).terminal())
+
+
+def _of_job(run: Path, function: str | None) -> dict[str, Any]:
+    """The task and algorithm of a Flower run whose app made its job with this function."""
+    if function is None:
+        return {}
+    from fedprior.flower.resumed import job_of, task_of
+    from fedprior.runs.folder import RunFolder
+
+    job = job_of(RunFolder(run), function)
+    return {"task": task_of(job), "algorithm": job.algorithm}
 
 
 def _sizes_table(found: dict[str, Any]) -> "RichTable":

@@ -16,8 +16,17 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members, self.class_dim = nn.ModuleList(members), class_dim
 
-    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
-        outputs = [member(*x, **named) for member in self.members]
+    def __call__(self, *x: Tensor, **named: Tensor) -> Tensor:
+        """The same for several inputs, which are passed by name: fx, which writes exports, cannot trace those."""
+        if named:
+            return self._joined([member(*x, **named) for member in self.members])
+        output: Tensor = super().__call__(*x)
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._joined([member(x) for member in self.members])
+
+    def _joined(self, outputs: list[Tensor]) -> Tensor:
         if self.class_dim is None:
             return torch.stack(outputs).mean(0)
         return torch.stack([output.softmax(self.class_dim) for output in outputs]).mean(0).log()

@@ -41,16 +41,16 @@ class Measures(NamedTuple):
 
 
 def measures(network: Network, data: FederatedData | None, names: Sequence[str] = ()) -> Measures:
-    """Look at the outputs for one example. Without data, assume an accuracy: only the clients know.
+    """Look at the outputs for one example. Without examples, assume an accuracy: only the clients know.
 
     `names` are further metrics; those of probabilities are left out where targets are not classes.
     """
     asked = named(names)
-    if data is None:
+    if data is None or not len(data.y):
         dim: int | None = 1 if network.loss is cross_entropy else None
         return _measured(network, dim, True, asked)
     found: int | None = None
-    if data.classes and len(data.y):
+    if data.classes:
         device = next(network.module.parameters()).device
         with torch.no_grad():
             outputs = network.predict(network.params(), data.x[:1].to(device))

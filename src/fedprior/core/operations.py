@@ -4,9 +4,7 @@ An operation is a function of torch's own operations. That is its specification,
 implementation registers itself with the operation and says which arguments it takes. Those for GPUs are in
 `fedprior.kernels`; `engines/devices.py` has them registered when an engine is given a GPU.
 
->>> @operation
-... def twice(x: int) -> int:
-...     return x + x
+>>> twice = Operation(lambda x: x + x)
 >>> twice.register(lambda x: x << 1, lambda x: x > 0)
 >>> twice(3), twice(-3)
 (6, -6)

@@ -114,8 +114,20 @@ def take_turn(
 def silence(algorithm: Algorithm, server: Tree, turn: Turn) -> Tree:
     """The upload of a client that has not moved, for a round without any."""
     packet = algorithm.broadcast(server, turn.key(Purpose.BROADCAST))
-    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), lambda params: torch.zeros(()))
+    local = algorithm.prior.adopt(packet, turn.key(Purpose.ADOPT), _no_data)
     return algorithm.prior.commit(local, packet, turn.key(Purpose.COMMIT))
+
+
+def imagine(algorithm: Algorithm, server: Tree, key: Tensor) -> Params:
+    """A draw from the prior: the model of a client that has no data."""
+    packet = algorithm.broadcast(server, keys.fold(key, Purpose.BROADCAST))
+    local = algorithm.prior.adopt(packet, keys.fold(key, Purpose.ADOPT), _no_data)
+    return algorithm.prior.sample(local, algorithm.prior.receive(packet), keys.fold(key, Purpose.COMMIT))
+
+
+def _no_data(params: Params) -> Tensor:
+    """The loss of a client that has no data."""
+    return torch.zeros(())
 
 
 def protect(
@@ -126,9 +138,16 @@ def protect(
     *,
     vectorised: bool = False,
     settings: Params | None = None,
-) -> Tree:
-    """What the server (or, vectorised, those of several runs) may learn from: see `guard.py`."""
+) -> tuple[Tree, Tree]:
+    """What the server (or, vectorised, those of several runs) may learn from, and the server that does: see
+    `guard.py`."""
     return lifting(algorithm, vectorised, settings)(lambda own: own.protect)(uploads, server, key)
+
+
+def protect_nobody(algorithm: Algorithm, server: Tree, turn: Turn, key: Tensor) -> tuple[Tree, Tree]:
+    """The same of a private round for which nobody was drawn, or to which nobody has answered."""
+    uploads = trees.stack([silence(algorithm, server, turn)])
+    return algorithm.protect(uploads, server, key, nobody=True)
 
 
 def conclude(
@@ -168,7 +187,9 @@ def conclude(
 
 def _sound(server: Tree, vectorised: bool) -> Tensor:
     """Whether the numbers of a server, or of each of several, are finite."""
-    return finite({name: part for name, part in server.items() if name not in ("floored", "usual")}, int(vectorised))
+    return finite(
+        {name: part for name, part in server.items() if name not in ("floored", "usual", "clip")}, int(vectorised)
+    )
 
 
 def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:

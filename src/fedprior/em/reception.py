@@ -1,7 +1,8 @@
 """What the server receives before it concludes: uploads much farther from its state than usual are left out.
 
     d_s       the distance of an upload from the server's state, over what was sent
-    usual     the median over the last rounds of each round's median d; in the first round, the round's own
+    usual     the median over the last rounds of each round's median d. Until so many are known, the round's own median
+              if it is larger, at most bound times: steps may grow several times between a run's first rounds
     kept_s    d_s ≤ bound · usual, for each section of the message: weights, control variates, statistics
 
 Whoever is left out counts as if it had not answered: what remains is the cohort. Nothing waits for the device if the
@@ -71,10 +72,11 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
     def apart(uploads: Tree, server: Tree, fine: Tensor) -> tuple[Params, Tensor]:
         usual, farthest = Params(), torch.zeros(fine.shape, dtype=torch.float64, device=fine.device)
         for name, distance in distances(algorithm, uploads, server).items():
-            typical, middle = _usual(distance, server[SECTION][name], fine)
+            before = server[SECTION][name]
+            typical, middle = _usual(distance, before, fine, algorithm.bound)
             ratio = torch.where(typical > 0, distance / typical, 0.0)
             farthest = torch.maximum(farthest, ratio.nan_to_num(torch.inf, torch.inf))
-            usual[name] = torch.cat([server[SECTION][name][1:], middle])
+            usual[name] = torch.cat([before[1:], middle])
         return usual, torch.where(fine, farthest, torch.inf)
 
     return apart
@@ -113,7 +115,7 @@ def _distance(section: Section, sent: Params, known: Params, masks: Params) -> T
     return distance
 
 
-def _usual(distance: Tensor, before: Tensor, fine: Tensor) -> tuple[Tensor, Tensor]:
+def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -> tuple[Tensor, Tensor]:
     """The usual distance, and the lower median of this cohort's; zero where nothing is known."""
     fine = fine & distance.isfinite()
     ordered = torch.where(fine, distance, torch.inf).sort().values
@@ -122,7 +124,9 @@ def _usual(distance: Tensor, before: Tensor, fine: Tensor) -> tuple[Tensor, Tens
     known, size = (before > 0).sum(), before.shape[0]
     place = (size - known + (known - 1) // 2).clamp(max=size - 1)  # zeros come first
     recent = before.sort().values.gather(0, place.reshape(1))
-    return torch.where(known > 0, recent, middle), middle
+    young = torch.maximum(recent, torch.minimum(middle, bound * recent))
+    typical = torch.where(known < size, young, recent)
+    return torch.where(known > 0, typical, middle), middle
 
 
 # ---------------------------------------------------------------------- one by one
@@ -135,7 +139,7 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: dict[st
     apart = 0.0
     for name, distance in distances(algorithm, trees.stack([upload]), server).items() if algorithm.bound else ():
         earlier.setdefault(name, []).append(distance[0])
-        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name])
+        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name], algorithm.bound)
         ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
@@ -150,8 +154,8 @@ def after_all(server: Tree, distances: dict[str, list[Tensor]]) -> Params:
     }
 
 
-def _median(distances: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    return _usual(distances, before, torch.ones_like(distances, dtype=torch.bool))
+def _median(distances: Tensor, before: Tensor, bound: float = 1.0) -> tuple[Tensor, Tensor]:
+    return _usual(distances, before, torch.ones_like(distances, dtype=torch.bool), bound)
 
 
 # ---------------------------------------------------------------------- who counts

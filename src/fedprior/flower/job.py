@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from fedprior.catalogue.algorithms import algorithm as named_algorithm
 from fedprior.catalogue.algorithms import run_settings
-from fedprior.catalogue.tasks.base import check_metrics
+from fedprior.catalogue.tasks.base import check_metrics, examined, outside
 from fedprior.core.errors import DataError, SettingError
 from fedprior.core.federated import ClientData, FederatedData
 from fedprior.core.inputs import as_inputs
-from fedprior.core.metrics import with_classes
 from fedprior.core.network import Loss, Metric, Network, Whole, cross_entropy
 from fedprior.core.options import Option, convert
 from fedprior.core.settings import MACHINE, SIMULATED, Settings
@@ -22,7 +21,7 @@ from fedprior.em import Algorithm
 from fedprior.engines.batches import Workload
 from fedprior.engines.build import applied, check_run, check_useful
 from fedprior.engines.privacy import with_noise
-from fedprior.runs.asked import assemble, made, setting_tables, sort_settings
+from fedprior.runs.asked import assemble, frozen_table, made, setting_tables, sort_settings
 from fedprior.version import __version__
 
 
@@ -76,7 +75,7 @@ class Job:
         chosen = {key: value for key, value in self.settings.recorded().items() if key not in SIMULATED}
         name, own = self.algorithm.name, self.algorithm.recorded()
         held = setting_tables(self.task, name, name, run=chosen, task_settings=self.options, algorithm_settings=own)
-        return held | made()
+        return {**held, **frozen_table(self.network.module), **made()}
 
     def agreed(self) -> dict[str, str]:
         """Return what the server and a device must have in common, in words: the version first, then every setting."""
@@ -85,6 +84,8 @@ class Job:
         for table in ("run", "algorithm", "task"):
             named = {f"the {table}'s {key}" if key in agreed else key: value for key, value in config[table].items()}
             agreed |= {key: json.dumps(value) for key, value in named.items() if key not in own}
+        if "frozen" in config:
+            agreed["frozen weights"] = config["frozen"]["fingerprint"]
         return agreed
 
 
@@ -197,14 +198,8 @@ def own_job(
     built = named_algorithm(chosen, network, **for_algorithm[chosen])
     check_useful(settings, built, network, clients, tested=True)
     # Only its test part is ever used.
-    tested = outside([(*test, *test)], network) if test is not None else None
+    tested = examined(test, network) if test is not None else None
     return Job(name, network, built, settings, clients, test=tested)
-
-
-def outside(clients: list[ClientData], network: Network) -> FederatedData:
-    """Build a dataset from examples no task has checked. Whole numbers must be labels only with the default loss."""
-    labels = None if network.loss is cross_entropy else 0
-    return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
 
 
 def with_rounds(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from fedprior.core.errors import RunError
+from fedprior.catalogue.tasks import Task
+from fedprior.catalogue.tasks.base import task_elsewhere
+from fedprior.catalogue.tasks.from_file import made_by
+from fedprior.core.errors import RunError, SettingError, described
 from fedprior.core.settings import MACHINE
-from fedprior.flower.job import Limits, parse_settings, with_rounds
+from fedprior.flower.job import Job, Limits, parse_settings, with_rounds
 from fedprior.runs.folder import RunFolder
 
 log = logging.getLogger("flwr")
@@ -31,9 +34,7 @@ def asked(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     Of the new command's settings only those that say where it computes are used, such as `device`.
     """
     found = folder.read_config()
-    if "flower" not in found:
-        raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
-    kept, now = _read(folder, found["flower"]), given({**config, "rounds": 0})
+    kept, now = kept_config(folder), given({**config, "rounds": 0})
     unused = {key: value for key, value in now.items() if key != "devices" and key in kept and kept[key] != value}
     if unused:
         words = ", ".join(f"{key}={value!r}" for key, value in unused.items())
@@ -46,8 +47,27 @@ def asked(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "rounds": config.get("rounds") or found["run"]["rounds"]}
 
 
-def _read(folder: RunFolder, about: Mapping[str, Any]) -> dict[str, Any]:
+def job_of(folder: RunFolder, function: str) -> Job:
+    """The job of the run in this folder, made anew by its app's `FILE.py:make_job`."""
+    job = made_by(function, {**kept_config(folder), "resume": str(folder.path)})
+    if not isinstance(job, Job):
+        raise SettingError(f"{function} returned {described(job)}; name the app's function that makes its job")
+    return job
+
+
+def task_of(job: Job) -> Task:
+    """A job as a task: with a named task's data or, of your own, with the server's test examples alone."""
+    if job.data is not None:
+        return Task(job.task, job.network, job.data)
+    test = None if job.test is None else (job.test.test_x, job.test.test_y)
+    return task_elsewhere(job.task, job.network, job.clients, test)
+
+
+def kept_config(folder: RunFolder) -> dict[str, Any]:
     """The run config that the folder holds; an older version kept none."""
+    about = folder.read_config().get("flower")
+    if about is None:
+        raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
     try:
         kept = json.loads(about.get("config", "{}"))
         if isinstance(kept, dict) and all(isinstance(value, str | int | float) for value in kept.values()):

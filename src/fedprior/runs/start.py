@@ -84,11 +84,16 @@ def open_session(parts: Parts, out: Path, label: str | None = None) -> Session:
     return _reopen(folder, parts)
 
 
-def _reopen(folder: RunFolder, parts: Parts) -> Session:
-    """Open a run at its last checkpoint."""
-    (task, algorithm, settings), (about, _, _, _) = parts, read_config(folder)
+def _check_simulated(folder: RunFolder) -> None:
+    """Refuse a run whose clients are not here."""
     if "flower" in folder.read_config():
         raise RunError(f"{folder.path} is a Flower run: continue it with `flwr run` and its resume option")
+
+
+def _reopen(folder: RunFolder, parts: Parts) -> Session:
+    """Open a run at its last checkpoint."""
+    _check_simulated(folder)
+    (task, algorithm, settings), (about, _, _, _) = parts, read_config(folder)
     partition = check_data(folder, task)
     if ranks.first():
         keep_partition(folder, task.data, partition)
@@ -114,6 +119,8 @@ def check_data(folder: RunFolder, task: Task) -> str:
             "network as then"
         )
     partition = task.data.fingerprint()
+    if not len(task.data.train.rows):  # the clients' examples are elsewhere
+        return partition
     recorded = folder.read_config().get("partition", {}).get("fingerprint", partition)
     if recorded != partition:
         raise RunError(
@@ -137,6 +144,7 @@ def resume(
     """
     folder = RunFolder(Path(path))
     _check_progress(progress)
+    _check_simulated(folder)
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
         if rounds is not None:
@@ -170,9 +178,11 @@ def rebuild(
     about, chosen, options, algorithm_options = read_config(folder)
     if task is None:
         if about["task"] not in TASKS and not is_file(about["task"]):
+            app = "with --job, or " if call in ("export", "evaluate") and "flower" in folder.read_config() else ""
+            or_network = "" if call == "resume" else " or network=…"
             raise RunError(
                 f"{path} trained a task of your own, {about['task']!r}; "
-                f"{call} it from Python: {call}({str(path)!r}, task=…)"
+                f"{call} it {app}from Python: {call}({str(path)!r}, task=…{or_network})"
             )
         task = recorded_task(about["task"], options.pop("seed", chosen.seed), options)
     if algorithm is None:

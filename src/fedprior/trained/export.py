@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.data.text import Alphabet
 from fedprior.catalogue.tasks import Task
+from fedprior.catalogue.tasks.base import examined
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import DataError, ModelError, RunError, SettingError
 from fedprior.core.inputs import ModelInputs
@@ -30,6 +31,7 @@ from fedprior.runs.folder import RunFolder
 from fedprior.trained.compact.export_folder import Description, export_module
 from fedprior.trained.compact.inputs import Reader
 from fedprior.trained.compact.predict import outputs_of
+from fedprior.trained.elsewhere import Examples, around, task_of
 
 
 class Trained(NamedTuple):
@@ -126,6 +128,8 @@ def personal_model(sim: Simulation, client: int) -> nn.Module:
     """Return the hard assignment that a client would commit to if it were called in the next round."""
     if not 0 <= client < sim.data.clients:
         raise SettingError(f"there is no client {client}: clients run from 0 to {sim.data.clients - 1}")
+    if not sim.data.train.size(client):
+        raise DataError("a client's own model is trained on its examples: pass the task that has them (task=…)")
     turn, (memory,) = Turn(sim.root, sim.round + 1, client), sim.recall([client])
     batches = ClientBatches(sim.data, client, sim.workload, turn.key(Purpose.BATCHES))
     rate = sim.settings.rates.at(sim.round + 1).local
@@ -140,21 +144,27 @@ def export(
     personalise: int | None = None,
     best: bool = False,
     task: Task | None = None,
+    network: Network | None = None,
     algorithm: Algorithm | None = None,
     onnx: bool | None = None,
     align: int = 8,
 ) -> Description:
-    """Write a run's compact network as plain torch and ONNX, checked on test inputs; return what model.json says."""
+    """Write a run's compact network as plain torch and ONNX, checked on test inputs; return what model.json says.
+
+    With your own `network`, its folder is enough. Where there are no test inputs, random ones around the network's
+    example are used.
+    """
+    task = task_of(run, task, network)
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm)
-    if len(found.x) == 0:
-        raise DataError("there are no test inputs to compare the exported network on")
-    if not isinstance(found.x, Tensor):
-        raise ModelError(f"an export reads one tensor, and this network has several inputs: {found.x[0]}")
+    example = found.judged[0].example
+    if not isinstance(found.x, Tensor) or not isinstance(example, Tensor):
+        raise ModelError(f"an export reads one tensor, and this network has several inputs: {example}")
     _check_statistics(found)
+    x, what = (found.x[:1024], "test inputs") if len(found.x) else (around(example), "inputs around the example")
     raw: dict[str, Any] = {"scale": found.scale._asdict() if isinstance(found.scale, Scale) else None}
     raw |= {"alphabet": found.scale.characters} if isinstance(found.scale, Alphabet) else {}
-    about = {"title": found.title, "client": found.client, **raw}
-    return export_module(found.module, found.x[:1024], Path(to), about=about, with_onnx=onnx, align=align)
+    about = {"title": found.title, "client": found.client, "compared_on": what, **raw}
+    return export_module(found.module, x, Path(to), about=about, with_onnx=onnx, align=align)
 
 
 def _check_statistics(found: Trained) -> None:
@@ -177,33 +187,43 @@ def _with_weights(path: Path, module: nn.Module, class_dim: int | None = -1) -> 
     whole = copy.deepcopy(module)
     if numbers and not hasattr(module, "members"):
         whole = Ensemble([copy.deepcopy(module) for _ in numbers], class_dim)
-    whole = with_values(whole, weights)
-    if {name: p.shape for name, p in learned(whole).items()} != {name: value.shape for name, value in weights.items()}:
-        raise RunError(f"{path} belongs to another network than that of its config.toml")
+    other = f"{path} holds the weights of another network: other names or shapes"
+    try:
+        whole = with_values(whole, weights)
+    except RuntimeError as error:
+        raise RunError(other) from error
+    if learned(whole).keys() != weights.keys():
+        raise RunError(other)
     return whole
 
 
 def evaluate(
     run: Result | Path | str,
     *,
-    data: Path | str | None = None,
+    data: Examples | Path | str | None = None,
     personalise: int | None = None,
     best: bool = False,
     posterior: nn.Module | None = None,
     task: Task | None = None,
+    network: Network | None = None,
     algorithm: Algorithm | None = None,
 ) -> dict[str, Any]:
     """Return the mean loss, your own metrics and, if targets are classes, accuracy and accuracy by class, on the run's
-    test examples or on a file or folder of others.
+    test examples or on others: tensors (x, y), or a file or folder.
 
-    With `best`, evaluate the network of the best evaluation, if the run kept it. With `personalise`, evaluate that
-    client's own network, on its own test examples unless `data` is given, and beside it the server's, as `server`. With
-    `posterior`, made by `fedprior.posterior`, evaluate that instead, again with the server's network beside it.
+    With your own `network`, its folder and `data` are enough. With `best`, evaluate the network of the best evaluation,
+    if the run kept it. With `personalise`, evaluate that client's own network, on its own test examples unless `data`
+    is given, and beside it the server's, as `server`. With `posterior`, made by `fedprior.posterior`, evaluate that
+    instead, again with the server's network beside it.
     """
     if posterior is not None and (best or personalise is not None):
         raise SettingError("a posterior is of the last server: choose one of posterior, best and personalise")
+    if data is not None and task is not None and network is None and not len(task.data.train.rows):
+        network, task = task.network, None  # what its targets are is not known before there are some
+    if network is not None:
+        task, data = task_of(run, task, network, data), None
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
-    x, y = (found.x, found.y) if data is None else _read(Path(data), found)
+    x, y = (found.x, found.y) if data is None else _read(data, found)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
     own = _score(posterior or found.module, x, y, *found.judged)
@@ -212,12 +232,15 @@ def evaluate(
     return {"title": found.title, "examples": len(y), **own, **beside}
 
 
-def _read(data: Path, found: Trained) -> tuple[Tensor, Tensor]:
-    """Examples of a file or folder, for this network."""
+def _read(data: Examples | Path | str, found: Trained) -> Examples:
+    """Examples for this network, perhaps of a file or folder."""
+    if isinstance(data, tuple):
+        known = examined(data, found.judged[0])
+        return known.test_x, known.test_y
     if not isinstance(found.x, Tensor):
         raise DataError(f"files hold one input, and this network has several: {found.x[0]}")
     scale = found.scale if isinstance(found.scale, Scale) else None
-    return Reader(tuple(found.x.shape[1:]), found.x.dtype, scale).labelled(data, found.y)
+    return Reader(tuple(found.x.shape[1:]), found.x.dtype, scale).labelled(Path(data), found.y)
 
 
 def _score(module: nn.Module, x: ModelInputs, y: Tensor, network: Network, what: Measures) -> dict[str, Any]:

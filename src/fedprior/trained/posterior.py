@@ -9,19 +9,20 @@ import copy
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fedprior.catalogue.tasks import Task
 from fedprior.core import keys, trees
 from fedprior.core.ensemble import Ensemble
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
+from fedprior.core.network import Network
 from fedprior.core.options import either
 from fedprior.core.trees import Params
-from fedprior.em import Algorithm
+from fedprior.em import Algorithm, protocol
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import with_values
 from fedprior.runs.drive import Result
+from fedprior.trained.elsewhere import task_of
 from fedprior.trained.export import personal_model, simulation_of
 
 SOURCES = ("prior", "clients")
@@ -33,6 +34,7 @@ def posterior(
     samples: int = 16,
     of: str = "prior",
     task: Task | None = None,
+    network: Network | None = None,
     algorithm: Algorithm | None = None,
 ) -> Ensemble:
     """A run's uncertainty as an ensemble, whose outputs are the logarithm of its members' mean probabilities.
@@ -42,7 +44,7 @@ def posterior(
     """
     if of not in SOURCES:
         raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
-    sim = simulation_of(run, task, algorithm, "posterior")
+    sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
     most = sim.data.clients if of == "clients" else samples
     if not 1 <= samples <= most:
         raise SettingError(f"samples must lie between 1 and {max(most, 1)}, got {samples}")
@@ -61,27 +63,12 @@ def _draws(sim: Simulation, samples: int) -> list[Params]:
     several = len(next(iter(shipped.values())))
     if several > 1:
         return [trees.row(shipped, k) for k in range(several)]
-    turn, prior = Turn(sim.root, sim.round + 1), sim.algorithm.prior
-    drawn = [_draw(sim, turn, number) for number in range(samples)]
+    key = Turn(sim.root, sim.round + 1).key(Purpose.POSTERIOR)
+    drawn = [protocol.imagine(sim.algorithm, server, keys.fold(key, number)) for number in range(samples)]
     if samples > 1 and all(torch.equal(one[name], drawn[0][name]) for one in drawn for name in one):
         raise SettingError(
-            f"{type(prior).__name__} draws the same network each time, so its prior is sure of it: use of='clients'"
+            f"{type(sim.algorithm.prior).__name__} draws the same network each time, so its prior is sure of it: "
+            "use of='clients'"
         )
     own = {name: value[0] for name, value in shipped.items()}
     return [{**own, **one} for one in drawn]
-
-
-def _draw(sim: Simulation, turn: Turn, number: int) -> Params:
-    """The hard assignment of a client that has no data."""
-    prior = sim.algorithm.prior
-    server = prior.prune(sim.server)
-
-    def key(purpose: Purpose) -> Tensor:
-        return keys.fold(keys.fold(turn.key(Purpose.POSTERIOR), purpose), number)
-
-    def blind(params: Params) -> Tensor:
-        return torch.zeros(())
-
-    packet = sim.algorithm.broadcast(server, key(Purpose.BROADCAST))
-    local = prior.adopt(packet, key(Purpose.ADOPT), blind)
-    return prior.sample(local, prior.receive(packet), key(Purpose.COMMIT))

@@ -149,7 +149,8 @@ def _trace(model: nn.Module, example: ModelInputs) -> Shapes:
             shapes.run(*_placed(graph, example))
     except Exception as error:
         what = f"of shape {tuple(example.shape)}" if isinstance(example, Tensor) else str(example)
-        raise ModelError(f"the model does not run on one input {what}: {error}") from error
+        first = str(error).partition("\n")[0]  # torch adds a trace
+        raise ModelError(f"the model does not run on one input {what}: {first}") from error
     return shapes
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,8 @@ from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.data.text import Alphabet
 from fedprior.core import keys
 from fedprior.core.errors import DataError, ModelError, SettingError, described
-from fedprior.core.federated import ClientData, FederatedData
+from fedprior.core.federated import ClientData, FederatedData, Shards
+from fedprior.core.inputs import ModelInputs, Several, as_inputs
 from fedprior.core.metrics import one_each, with_classes
 from fedprior.core.network import IGNORED, Loss, Metric, Network, Whole, class_dim, cross_entropy
 from fedprior.core.trainable import check_trainable
@@ -70,6 +72,32 @@ def own_task(
     data = _with_outputs(network, data, classes)
     data.check(min_examples)
     return Task(name, network, data, defaults)
+
+
+def outside(clients: list[ClientData], network: Network) -> FederatedData:
+    """Build a dataset from examples no task has checked. Whole numbers must be labels only with the default loss."""
+    labels = None if network.loss is cross_entropy else 0
+    return with_classes(network, FederatedData.from_clients(clients, classes=labels, min_examples=1))
+
+
+def examined(test: tuple[ModelInputs, Tensor], network: Network) -> FederatedData:
+    """The same from test examples alone."""
+    if len(test) != 2 or not all(isinstance(part, Tensor | Several | Mapping) for part in test):
+        raise DataError("test examples are inputs and targets: a tuple of tensors (x, y)")
+    x, y = as_inputs(test[0]), test[1]
+    if len(x) != len(y):
+        raise DataError(f"there are {len(x)} test inputs but {len(y)} test targets")
+    return outside([(x, y, x, y)], network)
+
+
+def task_elsewhere(name: str, network: Network, clients: int, test: tuple[ModelInputs, Tensor] | None = None) -> Task:
+    """A task whose clients' examples are on their own devices. Those of `test`, if there are any, are nobody's."""
+    none = Shards.of([np.zeros(0, np.int64)] * clients)
+    if test is None:
+        x, y = network.example.unsqueeze(0)[:0], torch.zeros(0, dtype=torch.int64)
+        return Task(name, network, FederatedData(x, y, x, y, none, none, 0))
+    known = examined(test, network)
+    return Task(name, network, replace(known, train=none, test=Shards(torch.arange(len(known.test_y)), none.offsets)))
 
 
 def check_metrics(metrics: Mapping[str, Metric | Whole] | None) -> dict[str, Metric | Whole]:

@@ -76,6 +76,12 @@ def file_task(name: str, seed: int, given: Mapping[str, Any]) -> tuple[Task, dic
     return made, options
 
 
+def made_by(name: str, *given: Any) -> Any:
+    """What a function in a file makes from these arguments."""
+    function = _function(name)
+    return _guarded(_parts(name)[0], lambda: function(*given))
+
+
 def _parts(name: str) -> tuple[Path, str]:
     """The file's full path, and the function's name."""
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
@@ -83,7 +89,7 @@ def _parts(name: str) -> tuple[Path, str]:
     if not path.is_file():
         raise SettingError(f"there is no file {file}")
     if not function.isidentifier():
-        raise SettingError(f"name the function that makes the task, such as {file}:make_task")
+        raise SettingError(f"name the function that makes it, such as {file}:make_task")
     return path, function
 
 
@@ -110,8 +116,10 @@ def _module(path: Path, checksum: str) -> Any:
     assert spec.loader is not None
     module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[spec.name] = module  # dataclasses look up their module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    # Its neighbours; and, if it is part of a package, that package.
+    for place in [path.parent, *([path.parent.parent] if (path.parent / "__init__.py").exists() else [])]:
+        if str(place) not in sys.path:
+            sys.path.append(str(place))
     _guarded(path, lambda: loader.exec_module(module))
     return module
 

@@ -152,6 +152,14 @@ class Reader(NamedTuple):
         return self.array(np.array(picture)[None], path)
 
 
+def targets_of(path: Path, real: torch.dtype) -> Tensor | None:
+    """Targets of the type and shape that a file's have, real numbers of this type; None for a folder of images."""
+    if path.is_dir():
+        return None
+    y = _labelled_arrays(path)[1]
+    return torch.zeros(0, *y.shape[1:], dtype=real if y.dtype.kind == "f" else torch.int64)
+
+
 def _load(path: Path) -> np.ndarray:
     """The array of an .npy file, or the inputs of an .npz file."""
     found = _loaded(path)
