@@ -38,7 +38,7 @@ def test_an_upload_is_as_a_whole_no_farther_than_the_clip(rows: list, centre: tu
     sent, known = torch.tensor(rows, dtype=D), numbers(*centre)
     uploads = {"weights": {"a": sent[:, :2].clone(), "b": sent[:, 2:].clone()}}
     server = {"weights": {"a": known[:2], "b": known[2:]}}
-    found = Guard(clip)(uploads, {}, server, keys.key(0))["weights"]
+    found = Guard(clip)(uploads, {}, server, keys.key(0))[0]["weights"]
     for row, one in zip(sent, torch.cat([found["a"], found["b"]], 1), strict=True):
         away = row - known
         if float(away.norm()) <= clip:
@@ -53,7 +53,7 @@ def test_what_was_not_sent_is_no_distance() -> None:
         {"weights": {"a": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}},
         {"weights": {"a": torch.tensor([0.0, 9.0])}},
     )
-    found = Guard(1.5)(uploads, {"a": torch.tensor([[1.0, 0.0], [1.0, 1.0]])}, server, keys.key(0))["weights"]["a"]
+    found = Guard(1.5)(uploads, {"a": torch.tensor([[1.0, 0.0], [1.0, 1.0]])}, server, keys.key(0))[0]["weights"]["a"]
     assert found[0].tolist() == [1.5, 9.0]
     assert found[1].tolist() == [0.0, 7.5]
 
@@ -67,7 +67,7 @@ def test_one_client_more_moves_the_mean_by_the_clip_over_the_expected_number(cou
         torch.randn(count + 1, 50, dtype=D, generator=draw) * 10 ** torch.linspace(-3, 3, count + 1, dtype=D)[:, None]
     )
     means = [
-        guard({"weights": {"a": part.clone()}}, {}, server, keys.key(7))["weights"]["a"].mean(0)
+        guard({"weights": {"a": part.clone()}}, {}, server, keys.key(7))[0]["weights"]["a"].mean(0)
         for part in (sent, sent[:-1])
     ]
     expected = sent[-1] * min(1.0, 0.5 / float(sent[-1].norm())) / 4
@@ -79,7 +79,7 @@ def test_the_noise_is_that_of_the_clipped_sum() -> None:
     guard, count = Guard(0.3, 1.7, 20), 200_000
     server = {"weights": {"a": torch.zeros(count, dtype=D), "b": torch.zeros(count, dtype=D)}}
     uploads = trees.stack([server] * 5)
-    found = [guard(uploads, {}, server, keys.key(seed))["weights"] for seed in (0, 1)]
+    found = [guard(uploads, {}, server, keys.key(seed))[0]["weights"] for seed in (0, 1)]
     draws = torch.stack([one[name].mean(0) for one in found for name in ("a", "b")])
     size = 1.7 * 0.3 / 20
     torch.testing.assert_close(draws.std(1) / size, torch.ones(4, dtype=D), rtol=0, atol=0.006)

@@ -110,6 +110,10 @@ def _public(run: Any) -> str:
     )
 
 
+def _not_clipped(run: Any) -> str:
+    return "" if run.clip is not None or not _public(run) else "nothing is clipped; give clip, the first round's"
+
+
 def _private(run: Any) -> str:
     return "" if _public(run) else "the run is private, and clip bounds every upload"
 
@@ -224,6 +228,16 @@ class Settings:
             "the largest distance of an upload from the server's weights; one that is farther is drawn in to it; "
             "none: no bound, or 1 in a private run: [privacy.md](privacy.md)",
             above=0,
+        ),
+    ] = None
+    clip_quantile: Annotated[
+        float | None,
+        About(
+            "let the clip follow this quantile of the uploads' distances, so that `clip` is the first round's only; "
+            "none: a fixed clip: [privacy.md](privacy.md#a-clip-that-adapts)",
+            above=0,
+            below=1,
+            idle=_not_clipped,
         ),
     ] = None
     epsilon: Annotated[

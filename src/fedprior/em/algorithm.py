@@ -120,6 +120,8 @@ class Algorithm:
         some = next(iter(server["weights"].values()))
         if self.average:
             server = {**server, "average": dict(server["weights"]), "averaged": {"rounds": some.new_zeros(())}}
+        if self.guard is not None:
+            server = {**server, **self.guard.init(some)}
         if not self.bound:
             return server
         usual = {name: some.new_zeros(RECENT, dtype=torch.float64) for name in self.uplink(server).sections}
@@ -176,16 +178,17 @@ class Algorithm:
         found = norm_statistics.absorb(known, uploads["statistics"], sent, shares, self.statistics.momentum)
         return {**server, "statistics": found}
 
-    def protect(self, uploads: Tree, server: Tree, key: Tensor) -> Tree:
-        """What the server learns from: a cohort's uploads, clipped and noised if the run says so."""
+    def protect(self, uploads: Tree, server: Tree, key: Tensor, *, nobody: bool = False) -> tuple[Tree, Tree]:
+        """What the server learns from: a cohort's uploads, clipped and noised if the run says so; and the server with
+        its next clip. `nobody`: the only upload is of no client."""
         if self.guard is None:
-            return uploads
+            return uploads, server
         layout, sent = self.uplink(server), Params()
         section = layout.sections["weights"]
         if section.mask is not None:
             own = {name: gate for name, gate in uploads["gates"].items() if name not in layout.marks}
             sent = torch.func.vmap(section.mask)(own)
-        return self.guard(uploads, sent, server, key)
+        return self.guard(uploads, sent, server, key, nobody=nobody)
 
     def answer(self, upload: Tree, extra: Tree, packet: Tree) -> Tree:
         """Add the correction's part to the upload."""

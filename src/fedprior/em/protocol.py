@@ -138,9 +138,16 @@ def protect(
     *,
     vectorised: bool = False,
     settings: Params | None = None,
-) -> Tree:
-    """What the server (or, vectorised, those of several runs) may learn from: see `guard.py`."""
+) -> tuple[Tree, Tree]:
+    """What the server (or, vectorised, those of several runs) may learn from, and the server that does: see
+    `guard.py`."""
     return lifting(algorithm, vectorised, settings)(lambda own: own.protect)(uploads, server, key)
+
+
+def protect_nobody(algorithm: Algorithm, server: Tree, turn: Turn, key: Tensor) -> tuple[Tree, Tree]:
+    """The same of a private round for which nobody was drawn, or to which nobody has answered."""
+    uploads = trees.stack([silence(algorithm, server, turn)])
+    return algorithm.protect(uploads, server, key, nobody=True)
 
 
 def conclude(
@@ -180,7 +187,9 @@ def conclude(
 
 def _sound(server: Tree, vectorised: bool) -> Tensor:
     """Whether the numbers of a server, or of each of several, are finite."""
-    return finite({name: part for name, part in server.items() if name not in ("floored", "usual")}, int(vectorised))
+    return finite(
+        {name: part for name, part in server.items() if name not in ("floored", "usual", "clip")}, int(vectorised)
+    )
 
 
 def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:

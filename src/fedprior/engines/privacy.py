@@ -15,7 +15,7 @@ from fedprior.core.network import Network
 from fedprior.core.settings import Settings
 from fedprior.corrections import Correction
 from fedprior.em import Algorithm
-from fedprior.em.guard import Guard
+from fedprior.em.guard import CROWD, Guard
 
 STEPS = 12
 """How finely privacy losses are counted, as steps in their standard deviation. They are rounded so that ε is never too
@@ -27,15 +27,23 @@ CLOSE = 1e-3
 # ---------------------------------------------------------------------- what composes
 def guard_of(settings: Settings) -> Guard | None:
     """What a run with these settings does to uploads."""
+    quantile = settings.clip_quantile
     if settings.private:
-        return Guard(settings.largest, settings.noise_multiplier or 0.0, settings.clients_per_round)
-    return None if settings.clip is None else Guard(settings.clip)
+        return Guard(settings.largest, settings.noise_multiplier or 0.0, settings.clients_per_round, quantile)
+    return None if settings.clip is None else Guard(settings.clip, quantile=quantile)
 
 
 def check_guard(settings: Settings, algorithm: Algorithm, network: Network) -> None:
     """Refuse to clip what has more parts than weights, and privacy where something would travel outside of it."""
     if settings.private and (why := _outside(settings, algorithm, network)):
         raise SettingError(f"a private run is not possible here: {why}: docs/privacy.md")
+    guard = guard_of(settings)
+    if guard is not None and not math.isfinite(guard.of_sum):
+        raise SettingError(
+            f"with clip_quantile, the noise of the count leaves the uploads a budget only if noise_multiplier is below "
+            f"clients_per_round / {CROWD // 2} = {2 * guard.of_count:g}, and it is {guard.noise:g}: take more "
+            "clients_per_round, fewer rounds, a larger epsilon, or a fixed clip"
+        )
     if settings.clip is not None and (why := _not_clipped(algorithm, network)):
         raise SettingError(f"clip is the distance of an upload's weights, but {why}")
 

@@ -136,6 +136,11 @@ def floored(state: Tree) -> set[str]:
     return {layer for layer, acted in state.get("floored", {}).items() if bool((acted > 0).any())}
 
 
+def clip_of(server: Tree) -> Record:
+    """What the record of a round says about its clip, if that is not the same in all rounds."""
+    return {"clip": float(server["clip"]["norm"])} if "clip" in server else {}
+
+
 def left_out(clients: Sequence[int], apart: Sequence[float], bound: float) -> list[Record]:
     """The faults of clients whose uploads were not used: too far from the server's state, or not finite."""
     pairs = zip(clients, apart, strict=True) if bound else ()

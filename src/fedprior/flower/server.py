@@ -26,7 +26,7 @@ from fedprior.em.folding import Sums, fold, obstacle
 from fedprior.em.reception import one_apart
 from fedprior.engines.build import device_of
 from fedprior.engines.privacy import accountant_of, check_budget
-from fedprior.engines.server_state import Record, evaluate, final_model, floored, left_out, totals, update
+from fedprior.engines.server_state import Record, clip_of, evaluate, final_model, floored, left_out, totals, update
 from fedprior.flower.job import Job
 from fedprior.version import __version__
 
@@ -197,6 +197,7 @@ class Server:
         losses = [upload.loss for upload in (used or uploads).values()]
         record: Record = {"round": turn.number, "bytes_up": turn.bytes_up, "bytes_down": turn.bytes_down}
         record |= {"train_loss": sum(losses) / len(losses) if losses else math.nan, "clients": list(used)}
+        record |= clip_of(turn.server)
         if spending := accountant_of(job.settings, job.clients):
             record["epsilon"] = spending.total(turn.number)
         if job.settings.weighting == "examples":
@@ -216,11 +217,14 @@ class Server:
         self.seconds += seconds + time.perf_counter() - began
         return record
 
-    def _protected(self, turn: Round, heard: list[Tree]) -> Tree:
-        """What the server may learn from; in private, nobody is an answer as well."""
-        algorithm, server = self.job.algorithm, turn.server
-        heard = heard or [protocol.silence(algorithm, server, turn.draws)]
-        return protocol.protect(algorithm, server, trees.stack(heard), self.private(turn).key(Purpose.NOISE))
+    def _protected(self, turn: Round, heard: list[Tree]) -> tuple[Tree | Sums, Tree]:
+        """What the server may learn from, and the server that does; in private, nobody is an answer as well."""
+        if turn.sums is not None:
+            return turn.sums, turn.server
+        algorithm, server, key = self.job.algorithm, turn.server, self.private(turn).key(Purpose.NOISE)
+        if not heard:
+            return protocol.protect_nobody(algorithm, server, turn.draws, key)
+        return protocol.protect(algorithm, server, trees.stack(heard), key)
 
     def private(self, turn: Round) -> Turn:
         """The source of a round's private draws."""
@@ -249,8 +253,8 @@ class Server:
         weighting = "equal" if self.job.settings.private else self.job.settings.weighting
         part = share(weighting, list(examples.values()), everyone, self.root.device)
         rate = self.job.settings.rates.at(turn.number).server
-        sent = turn.sums or self._protected(turn, [upload.message for upload in uploads.values()])
-        return update(self.job.algorithm, turn.server, sent, self.optimiser, part, turn.number, rate)
+        sent, server = self._protected(turn, [upload.message for upload in uploads.values()])
+        return update(self.job.algorithm, server, sent, self.optimiser, part, turn.number, rate)
 
     def model(self) -> nn.Module:
         """Return the user's module with the server's weights, pruned; or an ensemble if the server has several."""

@@ -30,7 +30,7 @@ from fedprior.engines.arithmetic import using
 from fedprior.engines.attack import Attack, Poisoned
 from fedprior.engines.batches import ClientBatches, Workload
 from fedprior.engines.privacy import Accountant
-from fedprior.engines.server_state import Record, client_diverged, evaluate, floored, left_out, update
+from fedprior.engines.server_state import Record, client_diverged, clip_of, evaluate, floored, left_out, update
 from fedprior.engines.unseen import Roll, judge_unseen, tested_by
 
 
@@ -90,9 +90,9 @@ class Simulation:
         fine = _check_clients(clients, step, number, algorithm.bound > 0)
         kept |= floored(server) | floored(step.upload)
         uploads, up = self._hear(step, algorithm.uplink(server), said, fine.tolist())
-        uploads = protocol.protect(algorithm, server, uploads, turn.key(Purpose.NOISE))
+        uploads, guarded = protocol.protect(algorithm, server, uploads, turn.key(Purpose.NOISE))
         share = self.share(clients)
-        found = update(algorithm, server, uploads, self.optimiser, share, number, rate.server, fine)
+        found = update(algorithm, guarded, uploads, self.optimiser, share, number, rate.server, fine)
         self.server, faults = found.server, left_out(clients, found.apart.tolist(), algorithm.bound)
 
         used = found.kept.nonzero().flatten().tolist()
@@ -100,7 +100,7 @@ class Simulation:
         self.measure([clients[i] for i in used], scores[found.kept])
         self.round = number
         counted = found.kept if used else fine
-        record = self.record(up, down, float(step.loss[counted].mean()), kept, evaluate, faults)
+        record = self.record(up, down, float(step.loss[counted].mean()), kept, evaluate, faults) | clip_of(server)
         if evaluate:
             gates = step.gates, torch.func.vmap(algorithm.prior.gates)(packets)
             record |= disagreement(*trees.tree_map(lambda leaf: leaf[counted], gates))
@@ -109,12 +109,11 @@ class Simulation:
 
     def _with_nobody(self, server: Tree, turn: Turn, rate: float | Tensor, evaluate: bool) -> Record:
         """A private round for which nobody was drawn: the server learns from noise alone, and nobody can tell."""
-        uploads = trees.stack([protocol.silence(self.algorithm, server, turn)])
-        uploads = protocol.protect(self.algorithm, server, uploads, turn.key(Purpose.NOISE))
+        uploads, guarded = protocol.protect_nobody(self.algorithm, server, turn, turn.key(Purpose.NOISE))
         number = self.round + 1
-        self.server = update(self.algorithm, server, uploads, self.optimiser, self.share([]), number, rate).server
+        self.server = update(self.algorithm, guarded, uploads, self.optimiser, self.share([]), number, rate).server
         self.round = number
-        return self.record(0, 0, math.nan, floored(server), evaluate)
+        return self.record(0, 0, math.nan, floored(server), evaluate) | clip_of(server)
 
     def _speak(self, server: Tree, turn: Turn) -> tuple[list[Tree], Tree, int, set[str]]:
         """Return what was said to each client, if uploads refer to it; the packets as clients hear them, stacked; their

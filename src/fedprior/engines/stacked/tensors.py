@@ -48,6 +48,8 @@ class Numbers(NamedTuple):
     fine_server: Tensor
     apart: Tensor
     """[runs, cohort]: how far away each upload was, as a multiple of the usual distance."""
+    clip: Tensor
+    """[runs, 1]: the clip of the round; empty if it is the same in all rounds."""
     disagreement: Tensor
     """Mean and maximum total variation; empty without gates."""
     floored: Tensor

@@ -171,7 +171,10 @@ class Together:
         loss = step.loss.unflatten(0, (number, self.cohort))
         fine_clients = protocol.finite(uploads, 2) & loss.isfinite()
         key = self.root  # only a private run has noise, and its clients train in turn
-        uploads = protocol.protect(self.algorithm, server, uploads, key, vectorised=True, settings=self.settings)
+        clip = server["clip"]["norm"][:, None].clone() if "clip" in server else torch.zeros(number, 0)
+        uploads, server = protocol.protect(
+            self.algorithm, server, uploads, key, vectorised=True, settings=self.settings
+        )
         # Before the update, which is in place: a packet may share the server's memory.
         gates = lifting(self.algorithm, True, self.of_clients)(lambda own: own.prior.gates)(packets)
         found = self._conclude(server, uploads, fine_clients, inputs.clients, rate.server)
@@ -185,6 +188,7 @@ class Together:
             fine_clients=fine_clients,
             fine_server=found.sound,
             apart=found.apart,
+            clip=clip,
             disagreement=disagreement_of(step.gates, gates, counted),
             floored=floor_flags(said, 2) | floor_flags(server, 1) | floor_flags(uploads, 2),
             scores=scores.reshape(number, -1),
@@ -328,7 +332,7 @@ class Together:
         if evaluate and numbers.disagreement.shape[1]:
             mean, most = numbers.disagreement[place].tolist()
             record |= {"tv_mean": mean, "tv_max": most}
-        return record
+        return record | ({"clip": float(numbers.clip[place])} if numbers.clip.shape[1] else {})
 
 
 def _stacked_optimiser(algorithm: Algorithm, runs: list[Simulation], server: Tree) -> TreeOptimiser | None:
