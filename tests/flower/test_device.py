@@ -9,12 +9,17 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
+from flwr.app import ConfigRecord, RecordDict
 from flwr.proto.runtime_pb2 import AcquireTaskResponse
+from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 
 from fedprior.flower import device
 
@@ -75,7 +80,7 @@ def test_every_message_is_answered_in_a_fork_of_its_own(tmp_path, monkeypatch):
     def answer(address, token, insecure, parent_pid):
         with answered.open("a") as file:
             file.write(f"{token} {os.getpid() != parent_pid} {parent_pid} {'torch' in sys.modules}\n")
-        sys.exit(3)  # Flower leaves in this way; it must not be the parent's
+        sys.exit(1)  # Flower leaves in this way; it must not be the parent's
 
     monkeypatch.setattr(device, "run_clientapp", answer)
     monkeypatch.setattr(device, "LOOK_SECONDS", 0.001)
@@ -84,6 +89,35 @@ def test_every_message_is_answered_in_a_fork_of_its_own(tmp_path, monkeypatch):
         device.serve(address, lambda: not answered.exists() or len(answered.read_text().splitlines()) < 2)
     lines = sorted(answered.read_text().splitlines())
     assert lines == [f"{token} True {os.getpid()} True" for token in ("one", "two")]
+
+
+def test_a_fork_that_is_earlier_than_its_message_does_not_wait_a_second_for_it(monkeypatch):
+    """Flower's own waits, as they are asked for: nobody sleeps here."""
+    waits, missing = [], dict.fromkeys(range(6))
+    sent = RecordDict({"x": ConfigRecord({"y": 1})})
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            return True
+
+    def pull(name):
+        if missing:
+            missing.popitem()
+            raise ObjectUnavailableError(name)
+        return get_all_nested_objects(sent)[name].deflate()
+
+    module = inflatable_utils
+    monkeypatch.setattr(device.clientapp, "pull_and_inflate_object_from_tree", None)
+    device._ask_often()
+    fake = SimpleNamespace(Event=Event, Lock=threading.Lock)
+    monkeypatch.setattr(module, "threading", fake)
+    found = device.clientapp.pull_and_inflate_object_from_tree(
+        get_object_tree(sent), pull, lambda name: None, return_type=RecordDict, max_concurrent_pulls=1
+    )
+    assert found == sent
+    assert len(waits) == 6
+    assert waits[0] <= 0.12 < 0.4 <= waits[-1] <= 0.6
 
 
 @pytest.mark.parametrize("killed", ["device", "supernode"])

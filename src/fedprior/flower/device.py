@@ -16,14 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 import httpx
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime import run_clientapp as clientapp
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 # What an app and a turn load; none of these starts a thread, so that a fork is safe.
@@ -35,6 +38,8 @@ OWN = ("--isolation", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile", "-
 """Arguments of `flower-supernode` that this program gives itself, or that would separate its two processes."""
 LOOK_SECONDS = 0.1
 """How often the SuperNode is asked for a message: a local call of a millisecond or two."""
+PARTS_SECONDS = 0.5
+"""How often, at least, it is asked for parts of a message that it does not have yet."""
 DIES_WITH_PARENT = 1
 """Linux: PR_SET_PDEATHSIG."""
 
@@ -96,6 +101,7 @@ def _answer(address: str, token: str) -> None:
     try:
         for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
+        _ask_often()
         run_clientapp(address, token, insecure=True, parent_pid=parent)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -103,6 +109,20 @@ def _answer(address: str, token: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not the parent's way out
+
+
+def _ask_often() -> None:
+    """Ask for the parts of a message as often as for messages.
+
+    A SuperNode offers a message before it has received its parts. Who asks for them too early asks again after a
+    second, then after two, then four, up to ten: a process that starts slowly never is, a fork nearly always.
+    """
+    clientapp.pull_and_inflate_object_from_tree = partial(  # type: ignore[attr-defined]
+        pull_and_inflate_object_from_tree,
+        initial_backoff=LOOK_SECONDS,
+        backoff_cap=PARTS_SECONDS,
+        max_tries_per_object=None,
+    )
 
 
 def _port(given: list[str]) -> tuple[int, list[str]]:
