@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 import runpy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from fedprior.engines.privacy import Accountant
 from fedprior.report import pareto
+from fedprior.report.jumps import jumps
 from fedprior.report.records import Group, Run, find_runs, group_runs
 from fedprior.runs.specs import differences
 from fedprior_experiments import frontier
@@ -385,3 +387,16 @@ def test_the_cost_of_privacy_is_what_the_document_says():
     pytest.importorskip("dp_accounting")
     assert Accountant(0.1, 2.052, 1e-5).total(1000) == pytest.approx(8, rel=5e-3)
     assert Accountant(0.02, noise, 1e-5).total(50) == pytest.approx(8, rel=5e-3)
+
+
+def test_no_loss_has_jumped_in_any_run():
+    """376,000 rounds of cohorts that are easy and hard, and nobody would have been called."""
+    rounds = 0
+    for path in sorted(RESULTS.rglob("rounds.jsonl")):
+        text = path.read_bytes()
+        found = re.findall(rb'"round": (\d+),.*?"train_loss": ([-+.\de]+|null)', text)  # the rest is not worth parsing
+        assert len(found) == text.count(b"\n"), path
+        records = [{"round": int(number), "train_loss": json.loads(loss)} for number, loss in found]
+        assert jumps(records) == [], path
+        rounds += len(records)
+    assert rounds > 300_000

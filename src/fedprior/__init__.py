@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedprior.priors import Prior
     from fedprior.runs.drive import Result
     from fedprior.runs.early import STOP
+    from fedprior.runs.kept import rollback
     from fedprior.runs.start import resume, run
     from fedprior.trained.export import evaluate, export
     from fedprior.trained.posterior import posterior
@@ -60,6 +61,7 @@ __all__ = [
     "own_task",
     "posterior",
     "resume",
+    "rollback",
     "run",
     "task",
 ]
@@ -77,6 +79,7 @@ _HOMES = {
     "priors": ("Prior",),
     "runs.drive": ("Result",),
     "runs.early": ("STOP",),
+    "runs.kept": ("rollback",),
     "runs.start": ("resume", "run"),
     "trained.export": ("evaluate", "export"),
     "trained.posterior": ("posterior",),

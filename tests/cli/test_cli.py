@@ -335,6 +335,21 @@ def test_resume_continues_and_prints_the_table(shell, tmp_path):
     assert table(out)["fedavg"] == cells(json.loads((tmp_path / "run" / "summary.json").read_text()))
 
 
+def test_rollback_puts_a_run_back_and_says_how_to_go_on(shell, tmp_path):
+    shell("run", "tiny", "--out", "run", "--set", "keep_every=1")
+    whole = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    code, out, err = shell("rollback", "run", "--to", 1)
+    assert (code, out, err) == (0, "run is back at round 1; go on with fedprior resume run\n", "")
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == whole.splitlines(keepends=True)[0]
+    code, out, err = shell("rollback", "run", "--to", 2)
+    assert (code, out, err) == (2, "", "error: run keeps no checkpoint of round 2: it keeps 1\n")
+    assert shell("resume", "run")[::2] == (0, "")
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes() == whole
+    for wrong in (("rollback", "run"), ("rollback", "nowhere", "--to", 1), ("rollback", "run", "--to", "one")):
+        code, out, err = shell(*wrong)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
 def test_resume_with_more_rounds_and_a_run_that_stops_early(shell, tmp_path):
     shell("run", "tiny", "--out", "mine", "--rounds", 2)
     code, out, err = shell("resume", "mine", "--rounds", 4)
@@ -579,11 +594,11 @@ def test_a_broken_or_foreign_checkpoint_is_a_one_line_error_and_nothing_is_lost(
     data = path.read_bytes()
     for damaged in (data[:-1], b"", os.urandom(500), (tmp_path / "other" / "checkpoint.safetensors").read_bytes()):
         path.write_bytes(damaged)
-        before = {file: file.read_bytes() for file in path.parent.iterdir()}
+        before = {file: file.read_bytes() for file in path.parent.rglob("*.*")}
         code, out, err = shell("resume", "mine")
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert "checkpoint.safetensors" in err
-        assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+        assert {file: file.read_bytes() for file in path.parent.rglob("*.*")} == before
     path.write_bytes(data)
     config = tmp_path / "mine" / "config.toml"
     text = config.read_text()

@@ -98,7 +98,7 @@ def test_a_second_writer_is_refused_and_the_records_stay_whole(small_task, holde
         fedprior.run(task, "fedavg", out=run, rounds=2)
         config = run / "config.toml"
         config.write_text(config.read_text().replace("rounds = 2", "rounds = 4"))
-    before = {path.name: path.read_bytes() for path in run.iterdir()} if run.exists() else {}
+    before = {path.name: path.read_bytes() for path in run.rglob("*.*")} if run.exists() else {}
 
     def train():
         if start == "resume":
@@ -108,7 +108,7 @@ def test_a_second_writer_is_refused_and_the_records_stay_whole(small_task, holde
     process = holder(run)
     with pytest.raises(RunError, match="is being trained by process"):
         train()
-    assert {path.name: path.read_bytes() for path in run.iterdir() if path.name != locks.NAME} == before
+    assert {path.name: path.read_bytes() for path in run.rglob("*.*") if path.name != locks.NAME} == before
     process.communicate()
     assert len(train().records) == 4
     assert [json.loads(line)["round"] for line in (run / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3, 4]

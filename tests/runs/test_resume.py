@@ -239,11 +239,11 @@ def folder(small_task, tmp_path):
 
 def refused(folder, task, match):
     """One line, and nothing on disk has changed."""
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
     with pytest.raises(RunError, match=match) as caught:
         fedprior.resume(folder, task=task)
     assert "\n" not in str(caught.value)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
 
 
 class Elsewhere:

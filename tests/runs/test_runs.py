@@ -34,7 +34,7 @@ def finished(small_task, tmp_path):
 def test_the_folder_has_every_file_of_a_run(finished):
     names = {path.name for path in finished.path.iterdir()}
     records = {"config.toml", "partition.json", "rounds.jsonl", "times.jsonl", "summary.json", "clients.bin"}
-    assert names == records | {"model.safetensors", "checkpoint.safetensors"}
+    assert names == records | {"model.safetensors", "checkpoint.safetensors", "checkpoints"}
 
 
 def test_rounds_has_one_line_per_round_with_all_its_fields(finished):
@@ -157,10 +157,10 @@ def test_targets_that_are_not_labels_are_counted_as_examples(tmp_path):
 
 
 def test_a_run_is_not_resumed_on_another_partition(small_task, finished):
-    before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
+    before = {path.name: path.read_bytes() for path in finished.path.rglob("*.*")}
     with pytest.raises(RunError, match=r"was trained on the partition .*: the data or task has changed"):
         fedprior.resume(finished.path, task=small_task((5, 11, 2, 8, 9, 4)))
-    assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in finished.path.rglob("*.*")} == before
 
 
 def test_a_task_of_another_seed_than_its_run_is_found_again(tmp_path):
@@ -209,10 +209,10 @@ def test_missing_numbers_are_null_in_the_files(small_task, tmp_path):
 
 
 def test_a_run_folder_is_never_overwritten(small_task, finished, tmp_path):
-    before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
+    before = {path.name: path.read_bytes() for path in finished.path.rglob("*.*")}
     with pytest.raises(RunError, match=r"exists; continue it with `fedprior resume .*run`, or choose another"):
         fedprior.run(small_task(), "fedavg", out=finished.path)
-    assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in finished.path.rglob("*.*")} == before
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path):
         with pytest.raises(RunError, match="exists; choose another folder"):

@@ -1,4 +1,4 @@
-"""The commands that train: `run`, `compare`, `sweep`, `resume`."""
+"""The commands that train: `run`, `compare`, `sweep`, `resume`; and `rollback`, before one that trains again."""
 
 import inspect
 from collections.abc import Callable
@@ -149,6 +149,18 @@ def resume_command(
     console.print(summary_table([result.summary]))
 
 
+def rollback_command(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    to: Annotated[int, typer.Option(help="A round whose checkpoint is kept, under checkpoints.")],
+) -> None:
+    """Put a run back to an earlier round; what came after it is removed."""
+    from fedprior.runs.folder import RunFolder
+    from fedprior.runs.kept import rollback
+
+    rollback(run, to)
+    console.print(f"{run} is back at round {to}; go on with {RunFolder(run).again}", soft_wrap=True)
+
+
 def _run(task: str, names: list[str], asked: Asked, folders: list[Path], label: str | None = None) -> "list[Result]":
     """Check everything first, then train one after another."""
     from fedprior.report.progress import RunProgress
@@ -226,4 +238,4 @@ def _check_unused(folders: list[Path]) -> None:
         RunFolder(folder).check_unused()
 
 
-COMMANDS = (run_command, compare_command, sweep_command, resume_command)
+COMMANDS = (run_command, compare_command, sweep_command, resume_command, rollback_command)

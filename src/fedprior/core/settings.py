@@ -141,6 +141,14 @@ class Settings:
         int | None,
         About("rounds between checkpoints; none: about every 20 seconds", least=1, machine=True, simulated=True),
     ] = None
+    keep_checkpoints: Annotated[
+        int,
+        About("how many of the last checkpoints are kept, to [go back](#go-back) to", least=1, machine=True),
+    ] = 3
+    keep_every: Annotated[
+        int | None,
+        About("the checkpoint of every so many rounds is made and kept, too; none: of no more", least=1, machine=True),
+    ] = None
     mode: Annotated[
         str,
         About(

@@ -52,8 +52,8 @@ def save(path: Path, kind: str, saved: Saved) -> None:
     write_atomically(path, safetensors.torch.save(tensors, about))
 
 
-def load(path: Path, kind: str, run: str) -> Saved:
-    """Read a checkpoint of this kind and run, or raise an error that says why it cannot be used."""
+def load(path: Path, kind: str, run: str | None) -> Saved:
+    """Read a checkpoint of this kind and run (none: of any run), or raise an error that says why it cannot be used."""
     with reading(path):
         with safetensors.safe_open(str(path), framework="pt") as file:
             about = file.metadata() or {}
@@ -65,7 +65,7 @@ def load(path: Path, kind: str, run: str) -> Saved:
         tree = _nested(tensors | json.loads(about.pop("numbers")))
         number, seconds = int(about.pop("round")), float(about.pop("seconds"))
         found = Saved(about.pop("run"), number, seconds, about.pop("records"), tree, about)
-    if found.run != run:
+    if run not in (None, found.run):
         raise RunError(f"{path} does not belong to the run in its config.toml, but to {found.run}")
     return found
 

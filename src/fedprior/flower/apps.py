@@ -22,6 +22,8 @@ from fedprior.flower.roster import read_devices
 from fedprior.flower.server import Server
 from fedprior.flower.strategy import HardEM
 from fedprior.report import summary_table
+from fedprior.report.jumps import line, seen_now
+from fedprior.runs import kept
 from fedprior.runs.folder import RunFolder, checksum
 from fedprior.runs.specs import differences
 from fedprior.runs.start import keep_partition, unused_folder
@@ -78,11 +80,13 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
             if "sparsity" in record:
                 folder.append_clients(record["round"], server.clients)
             server_checkpoint.save(folder.checkpoint, server, checksum(records))
+            kept.keep(folder, job.settings, server.round, records)
+            if jump := seen_now(records):
+                log.warning("%s", line(jump, folder.path.resolve()))
 
         labels = {"task": job.task, "algorithm": job.algorithm.name, "run": folder.path.name}
-        again = f"flwr run . --run-config 'resume=\"{folder.path.resolve()}\"'"
         with (
-            folder.resumable(again),
+            folder.resumable(),
             metrics.serving(str(config.get("metrics", "")), records, job.settings.rounds, labels),
         ):
             HardEM(server, limits, keep, told, bound).start(grid)
@@ -110,8 +114,7 @@ def _new_folder(job: Job, out: str) -> RunFolder:
 def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     """Restore the server and the records from the run's folder."""
     found, now = folder.read_config(), job.config()
-    run = str(found.get("flower", {}).get("run", ""))
-    if not run:
+    if not (run := folder.deployed):
         raise RunError(f"{folder.path} is not a Flower run; `fedprior resume {folder.path}` resumes a simulation")
     for key, was, value in differences(found, now, EXTENDS | MACHINE, whole=True):
         raise RunError(f"{folder.path} was started with {key} = {was}, not {value}: resume it without this change")
@@ -124,6 +127,8 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(server.round, expected)
+    if folder.checkpoint.exists():  # a crash may have come before it was kept
+        kept.keep(folder, job.settings, server.round, records)
     if server.round < rounds:
         folder.reopen()
     return server, records

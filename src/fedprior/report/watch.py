@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fedprior.core.locks import held
 from fedprior.report.faults import faults_of
+from fedprior.report.jumps import jumps, line
 from fedprior.report.names import told_apart
 from fedprior.report.reading import round_seconds
 from fedprior.report.records import Broken, Run, folders_of_runs, read_run
@@ -90,6 +91,8 @@ def view(path: Path, found: Sequence[Seen]) -> RenderableType:
         lines += _course(seen.run)
         if faults := faults_of(seen.run):
             lines.append(Text(f"  {seen.run.label}  {faults.line()}", style="yellow"))
+        if jumped := jumps(seen.run.rounds):
+            lines.append(Text(f"  {seen.run.label}  {line(jumped[-1], seen.run.path)}", style="yellow"))
         if seen.gone:
             lines.append(Text(f"  {seen.run.label}  continue it: fedprior resume {seen.run.path}", style="red"))
     return Group(*lines)

@@ -1,6 +1,7 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,18 @@ from torch import nn
 
 from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.data.text import Alphabet
-from fedprior.core.errors import DivergedError, counted
+from fedprior.core.errors import DivergedError, FedpriorWarning, counted
 from fedprior.core.files import write_atomically
 from fedprior.core.settings import Settings
 from fedprior.core.storage import from_bytes, reading, to_bytes
+from fedprior.engines import ranks
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
 from fedprior.engines.server_state import Record, final_model, learned, totals, with_values
+from fedprior.report.jumps import line, seen_now
 from fedprior.report.run_tables import table_of_summaries
 from fedprior.report.table import Table
-from fedprior.runs import checkpoint, early
+from fedprior.runs import checkpoint, early, kept
 from fedprior.runs.folder import RunFolder, checksum
 from fedprior.version import __version__
 
@@ -89,6 +92,8 @@ class Session:
             self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
         self.clock = self.simulation.seconds
         self.look_back()
+        if ranks.first() and (jump := seen_now(self.records)):
+            warnings.warn(line(jump, self.folder.path if self.folder else None), FedpriorWarning, stacklevel=2)
 
     def look_back(self) -> None:
         """Keep the model if it is the best so far, and stop the run if patience has run out."""
@@ -116,6 +121,7 @@ class Session:
         """Save the state; the records must be those that led to it."""
         if self.folder:
             checkpoint.save(self.folder.checkpoint, self.simulation, checksum(self.records))
+            kept.keep(self.folder, self.settings, self.simulation.round, self.records)
 
     @property
     def ended(self) -> bool:
@@ -166,9 +172,9 @@ def drive(sessions: list[Session]) -> list[Result | DivergedError]:
     driver = engine([session.simulation for session in sessions], mode)
     for session in sessions:
         session.reopen()
-    with ExitStack() as kept:
+    with ExitStack() as stack:
         for folder in [session.folder for session in sessions if session.folder]:
-            kept.enter_context(folder.resumable(f"fedprior resume {folder.path}"))
+            stack.enter_context(folder.resumable())
         number, saved = sessions[0].simulation.round, time.monotonic()
         while number < settings.rounds and (running := [session for session in sessions if not session.ended]):
             number += 1
@@ -197,6 +203,8 @@ def _save(driver: Engine, sessions: list[Session]) -> None:
 
 def _due(settings: Settings, number: int, saved: float) -> bool:
     """Whether a checkpoint is due."""
+    if kept.forced(settings, number):
+        return True
     if settings.checkpoint_every is None:
         return time.monotonic() - saved > 20
     return number % settings.checkpoint_every == 0

@@ -17,6 +17,7 @@ from fedprior.core.storage import to_bytes
 from fedprior.core.trees import Params
 from fedprior.engines.server_state import Record
 from fedprior.report import client_table, reading
+from fedprior.report.jumps import CHECKPOINTS
 
 
 class RunFolder:
@@ -31,6 +32,7 @@ class RunFolder:
         self.best = path / "best.safetensors"
         self.times = path / "times.jsonl"
         self.checkpoint = path / "checkpoint.safetensors"
+        self.checkpoints = path / CHECKPOINTS
         self.partition = path / "partition.json"
         self.diverged = path / "diverged.txt"
         self.clients = path / client_table.NAME
@@ -63,15 +65,15 @@ class RunFolder:
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
 
     @contextmanager
-    def resumable(self, how: str) -> Iterator[None]:
+    def resumable(self) -> Iterator[None]:
         """If the disk is full when a file of this run is written in the block, say how the run goes on."""
         try:
             yield
         except FullDiskError as error:
-            if error.path.parent != self.path:
+            if self.path.resolve() not in error.path.resolve().parents:
                 raise
             where = "its last checkpoint, which is whole" if self.checkpoint.exists() else "its start"
-            raise RunError(f"{error}, then `{how}` goes on from {where}") from error
+            raise RunError(f"{error}, then `{self.again}` goes on from {where}") from error
 
     def read_config(self) -> dict[str, dict[str, Any]]:
         """Read the config, or raise an error that says why it cannot be read."""
@@ -79,6 +81,18 @@ class RunFolder:
             raise RunError(f"{self.path} is not a run: it has no config.toml")
         with self._reading():
             return reading.read_config(self.path)
+
+    @property
+    def deployed(self) -> str:
+        """The name of a Flower run, which its devices know; empty for a simulation."""
+        return str(self.read_config().get("flower", {}).get("run", ""))
+
+    @property
+    def again(self) -> str:
+        """The command that continues this run."""
+        if self.deployed:
+            return f"flwr run . --run-config 'resume=\"{self.path.resolve()}\"'"
+        return f"fedprior resume {self.path}"
 
     def extend(self, rounds: int) -> None:
         """Change the number of rounds in the config."""
@@ -124,6 +138,13 @@ class RunFolder:
             write_atomically(self.rounds, text.encode())
             self._truncate_clients(rounds)
         return records
+
+    def truncate_times(self, rounds: int) -> None:
+        """Remove how long the rounds after this one took."""
+        if self.times.exists():
+            seconds = reading.round_seconds(self.path).items()
+            lines = [json.dumps({"round": r, "seconds": took}) + "\n" for r, took in seconds if r <= rounds]
+            write_atomically(self.times, "".join(lines))
 
     def _truncate_clients(self, rounds: int) -> None:
         """Remove what was found of clients after the checkpoint."""

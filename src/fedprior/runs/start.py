@@ -20,7 +20,7 @@ from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import ranks
 from fedprior.engines.build import build
-from fedprior.runs import checkpoint
+from fedprior.runs import checkpoint, kept
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
@@ -102,8 +102,10 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
     # A run without a checkpoint was stopped in its first seconds, so it starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
-    kept = folder if ranks.first() else None
-    session = Session(sim, settings, about, kept, records, scale=task.scale, clock=sim.seconds)
+    if ranks.first() and folder.checkpoint.exists():  # a crash may have come before it was kept
+        kept.keep(folder, settings, sim.round, records)
+    own = folder if ranks.first() else None
+    session = Session(sim, settings, about, own, records, scale=task.scale, clock=sim.seconds)
     session.look_back()
     return session
 
