@@ -169,7 +169,7 @@ class GaussianPosterior(Prior):
         if width <= WIDEST:
             return []
         return [
-            f"examples = {self.examples:g} makes every weight uncertain by {width:.2g} at the start, as much as they are "
+            f"examples = {self.examples:g} makes every weight uncertain by {width:.2g} at the start, as much as it is "
             f"large, so clients may learn nothing; from {1 / (WIDEST**2 * self.start):.0f} on it is {WIDEST}"
         ]
 
