@@ -6,6 +6,7 @@ that all clients count equally: 1/S Σ_s, as in the paper.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +21,42 @@ KINDS = ("examples", "equal")
 
 def relative(weight: Tensor, like: Tensor) -> Tensor:
     """n_s divided by its mean: factors for values stacked by client, exactly 1 if all clients count equally."""
-    shaped = weight.reshape(-1, *[1] * (like.dim() - 1))
-    return (shaped / shaped.mean()).to(like.dtype)
+    return _shaped(weight / weight.mean(), like)
+
+
+def _shaped(factors: Tensor, like: Tensor) -> Tensor:
+    """One factor for each row of `like`."""
+    return factors.reshape(-1, *[1] * (like.dim() - 1)).to(like.dtype)
 
 
 def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
     """Scale values stacked by client so that their plain mean is the weighted mean."""
-    return values if weight is None else values * relative(weight, values)
+    return scaling(weight)(values)
 
 
 def mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
     """Σ_s n_s x_s / Σ_s n_s; if all n_s are equal, the plain mean to the last bit."""
     return weighted(values, weight).mean(0)
+
+
+def scaling(weight: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """`weighted` for many tensors: their factors are computed once, because on a GPU every operation is a launch."""
+    factors = {} if weight is None else {torch.float64: weight / weight.mean()}
+
+    def scaled(values: Tensor) -> Tensor:
+        if not factors:
+            return values
+        if values.dtype not in factors:
+            factors[values.dtype] = factors[torch.float64].to(values.dtype)
+        return values * _shaped(factors[values.dtype], values)
+
+    return scaled
+
+
+def averaging(weight: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """`mean` for many tensors."""
+    scaled = scaling(weight)
+    return lambda values: scaled(values).mean(0)
 
 
 def median(values: Tensor, weight: Tensor | None = None) -> Tensor:

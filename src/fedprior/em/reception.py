@@ -102,17 +102,40 @@ def _distance(section: Section, sent: Params, known: Params, masks: Params) -> T
 
     From several models, as in a mixture, it is the distance to the nearest.
     """
+    base = {name: known[name] for name in sent if section.relative and name in known}
     parts = []
-    for name, value in sent.items():
-        if name == COUNT:
-            continue
-        base = known.get(name) if section.relative else None
-        apart = value if base is None else value - base
-        apart = torch.where(masks[name] > 0, apart, 0.0) if name in masks else apart
-        flat = apart.flatten(1) if base is not None and base.dim() > value.dim() else apart.reshape(1, -1)
-        parts.append(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64))
+    for names in _alike([name for name in sent if name != COUNT], sent, base, masks):
+        first = names[0]
+        apart = _joined([sent[name] for name in names], 0)
+        if first in base:
+            apart = apart - _joined([base[name] for name in names], base[first].dim() - sent[first].dim())
+        if first in masks:
+            closed = _joined([masks[name].expand_as(sent[name]) for name in names], 0) <= 0
+            apart = torch.where(closed, 0.0, apart)
+        rows = apart if apart.dim() > 1 else apart.unsqueeze(0)
+        parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
     distance: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0).amin()
     return distance
+
+
+SMALL = 2**16
+"""Tensors with fewer numbers than this are joined: a GPU's launch costs more than the copy."""
+
+
+def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[list[str]]:
+    """The names in groups whose distances are computed together; a large tensor is a group by itself."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        large = name if sent[name].numel() >= SMALL else ""
+        several = base[name].dim() - sent[name].dim() if name in base else -1
+        groups.setdefault((large, several, name in masks, sent[name].dtype), []).append(name)
+    return list(groups.values())
+
+
+def _joined(values: list[Tensor], dims: int) -> Tensor:
+    """The numbers of some tensors in one row, for each index of the first `dims` dimensions."""
+    rows = [value.flatten(dims) if value.dim() > dims else value.unsqueeze(-1) for value in values]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -> tuple[Tensor, Tensor]:

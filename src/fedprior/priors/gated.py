@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedprior.core import keys
 from fedprior.core.trees import Gates, Params, Tree
-from fedprior.core.weighting import mean, weighted
+from fedprior.core.weighting import scaling
 from fedprior.priors.base import Assignment, Prior
 from fedprior.priors.gaussian import squared_distance
 from fedprior.units import Gating
@@ -17,12 +17,12 @@ from fedprior.wire import Layout, Section
 
 def gated_mean(sent: Params, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Params:
     """w = Σ_s n_s z_s φ_s / Σ_s n_s z_s; z marks what a client sent. Weights that no client sent do not change."""
-    means = {}
+    means, scaled = {}, scaling(weight)
     for name, values in assignments.weights.items():
         if name not in sent:
-            means[name] = mean(values, weight)
+            means[name] = scaled(values).mean(0)
             continue
-        count = weighted(sent[name], weight)
+        count = scaled(sent[name])
         total = count.sum(0)
         found = (count * values).sum(0) / torch.where(total > 0, total, 1.0)
         means[name] = torch.where(total > 0, found, server["weights"][name])

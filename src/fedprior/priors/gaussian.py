@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprior.core.trees import Params, Tree
-from fedprior.core.weighting import mean, weighted
+from fedprior.core.weighting import averaging, weighted
 from fedprior.priors.base import Assignment, Prior
 
 
@@ -47,7 +47,8 @@ class Gaussian(Prior):
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ_s n_s φ_s / Σ_s n_s."""
-        return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}
+        mean_of = averaging(weight)
+        return {**server, "weights": {name: mean_of(value) for name, value in assignments.weights.items()}}
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprior.core.trees import Gates, Params, Tree
-from fedprior.core.weighting import mean
+from fedprior.core.weighting import averaging
 from fedprior.priors.base import Assignment, Term
 from fedprior.priors.gated import LocalGates
 from fedprior.priors.gaussian import squared_distance
@@ -58,7 +58,8 @@ class GroupLasso(LocalGates):
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """The mean; absent groups count as zero."""
-        return {**server, "weights": {name: mean(value, weight) for name, value in assignments.weights.items()}}
+        mean_of = averaging(weight)
+        return {**server, "weights": {name: mean_of(value) for name, value in assignments.weights.items()}}
 
     def commit(self, local: Tree, packet: Tree, key: Tensor) -> Tree:
         gates, floored = self._threshold(local["weights"])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedprior.core.errors import SettingError
 from fedprior.core.trees import Gates, Params, Tree
-from fedprior.core.weighting import mean
+from fedprior.core.weighting import averaging
 from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.narrow import Narrow, shares_of
 from fedprior.priors.spike_slab import SpikeSlab
@@ -136,10 +136,10 @@ class Sized(Narrow):
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) on average, and ∇m = m − z, of which a step of length 1 − recall is the running mean."""
         sent = torch.func.vmap(self.gating.mask)(uploads["gates"])
-        known, cast = server["weights"], self._cast(uploads["gates"], weight)
+        known, cast, mean_of = server["weights"], self._cast(uploads["gates"], weight), averaging(weight)
         return {
             "weights": {
-                name: mean((known[name] * sent[name] if name in sent else known[name]) - values, weight)
+                name: mean_of((known[name] * sent[name] if name in sent else known[name]) - values)
                 for name, values in uploads["weights"].items()
             },
             "votes": {layer: votes - cast[layer] for layer, votes in server["votes"].items()},
@@ -147,7 +147,8 @@ class Sized(Narrow):
 
     def _cast(self, gates: Gates, weight: Tensor | None) -> Gates:
         """The votes of a cohort. A client that did not receive a unit has not voted against it."""
-        return {layer: mean(gate, weight) / (1 - self.rate(layer)) for layer, gate in gates.items()}
+        mean_of = averaging(weight)
+        return {layer: mean_of(gate) / (1 - self.rate(layer)) for layer, gate in gates.items()}
 
     def broadcast(self, server: Tree, key: Tensor) -> Tree:
         asked = (server["age"]["rounds"] <= self.closing_rounds).to(server["age"]["rounds"].dtype)

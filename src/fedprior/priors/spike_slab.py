@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedprior.core.trees import Gates, Params, Tree
-from fedprior.core.weighting import mean
+from fedprior.core.weighting import averaging
 from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_evidence, gated_mean, joint_draws, mean_of_evidence
 from fedprior.priors.gaussian import squared_distance
@@ -89,7 +89,8 @@ class SpikeSlab(MagnitudeGates):
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ z w_s / Σ z, and θ = mean of z, kept away from 0 and 1 because v must stay finite."""
         weights = gated_mean(torch.func.vmap(self.gating.rows)(assignments.gates), assignments, server, weight)
-        means = {layer: mean(gate, weight) for layer, gate in assignments.gates.items()}
+        mean_of = averaging(weight)
+        means = {layer: mean_of(gate) for layer, gate in assignments.gates.items()}
         return self._solved(weights, means, server)
 
     def _solved(self, weights: Params, means: Gates, server: Tree) -> Tree:
@@ -111,14 +112,14 @@ class SpikeSlab(MagnitudeGates):
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's Algorithm 1, as descent."""
         sent = torch.func.vmap(self.gating.rows)(uploads["gates"])
-        weights = {}
+        weights, mean_of = {}, averaging(weight)
         for name, values in uploads["weights"].items():
             w = server["weights"][name]
             # Take the difference first: a mean of equal numbers may differ from them, and Adam amplifies the last bit.
-            weights[name] = mean((w * sent[name] if name in sent else w) - values, weight)
+            weights[name] = mean_of((w * sent[name] if name in sent else w) - values)
         v = self.gating.join(server["thresholds"])
         z, theta = torch.func.vmap(self.gating.join)(uploads["gates"]), self._logits(server, None)[1]
-        thresholds = mean(z - theta, weight) * v.sigmoid() / self.temperature
+        thresholds = mean_of(z - theta) * v.sigmoid() / self.temperature
         if self.dense_rounds > 0:
             thresholds = torch.where(without_threshold(v), 0.0, thresholds)
         return {"weights": weights, "thresholds": self.gating.part(thresholds)}
