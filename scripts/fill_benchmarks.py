@@ -99,8 +99,8 @@ def of_timings(entry: dict[str, Any], results: Path) -> str:
 
 
 def of_table(entry: dict[str, Any], results: Path) -> str:
-    """One file with a line for each of many short runs, whose table is in another document."""
-    count = len((results / entry["file"]).read_text(encoding="utf-8").splitlines()) - 1
+    """One file with a line for each of many short runs, unless it says how many, whose table is in another document."""
+    count = entry.get("runs", len((results / entry["file"]).read_text(encoding="utf-8").splitlines()) - 1)
     about = f"`results/{entry['file']}`, {entry['date']}, {entry['machine']}, {count} runs: "
     return "\n\n".join(
         [f"## {entry['title']}", f"{about}[the document]({entry['document']}).", f"```sh\n{entry['command']}\n```"]

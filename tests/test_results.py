@@ -345,6 +345,12 @@ def test_hostile_clients_have_the_table_of_their_records_and_a_prior_withstands_
         assert accuracy("fedstudent", attack, "0.2") > accuracy("fedstudent", "none", "0.0") - 0.02, attack
 
 
+def test_the_posterior_has_the_table_of_its_records():
+    script = runpy.run_path(str(ROOT / "scripts" / "posterior.py"))
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert script["table"](RESULTS / "posterior" / "mnist-mini.csv") in text
+
+
 def test_an_adaptive_clip_mends_a_bad_one_as_the_document_says():
     text = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
     with (RESULTS / "private" / "clips10000.csv").open(encoding="utf-8", newline="") as file:

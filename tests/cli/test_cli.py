@@ -28,6 +28,7 @@ from fedprior.cli import experiments
 from fedprior.core import locks
 from fedprior.core.options import plain
 from fedprior.report import read_run
+from fedprior.report.jumps import Jump
 from fedprior.runs.repeat import repeat_command
 from fedprior_experiments.frontier import METHODS
 from fedprior_experiments.reproduce import EXPERIMENTS
@@ -348,6 +349,14 @@ def test_rollback_puts_a_run_back_and_says_how_to_go_on(shell, tmp_path):
     for wrong in (("rollback", "run"), ("rollback", "nowhere", "--to", 1), ("rollback", "run", "--to", "one")):
         code, out, err = shell(*wrong)
         assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_jump_of_the_loss_is_one_line(shell, monkeypatch):
+    seen = Jump(2, 2, (9.0, 8.0, 7.0), 1.0)
+    monkeypatch.setattr("fedprior.runs.drive.seen_now", lambda records: seen if len(records) == 2 else None)
+    code, _, err = shell("run", "tiny", "--out", "mine")
+    what = "the loss jumped in round 2: 9, 8 and 7, where 1 was usual; no checkpoint is kept from before"
+    assert (code, err) == (0, f"warning: {what}\n")
 
 
 def test_resume_with_more_rounds_and_a_run_that_stops_early(shell, tmp_path):

@@ -14,6 +14,7 @@ from fedprior.core import keys
 from fedprior.core.errors import SettingError
 from fedprior.core.keys import Purpose, Turn
 from fedprior.em import Batch, e_step
+from fedprior.engines.attack import ATTACKS
 from fedprior.priors import Assignment, GaussianPosterior
 from fedprior.priors.base import NONE
 
@@ -199,3 +200,31 @@ def test_members_of_the_posterior_are_draws_from_it(small_task):
 def test_settings_are_above_zero(small_task, name):
     with pytest.raises(SettingError, match=f"{name} must be above 0"):
         fedprior.algorithm("fedgauss", small_task().network, **{name: 0.0})
+
+
+def test_draws_that_would_drown_the_weights_are_warned_of():
+    assert GaussianPosterior(401.0, 1e-4, 1.0).cautions(5) == []
+    (caution,) = GaussianPosterior(100.0, 1e-4, 1.0).cautions(5)
+    assert caution.startswith("examples = 100 makes every weight uncertain by 0.1 at the start")
+    assert caution.endswith("from 400 on it is 0.05")
+
+
+@pytest.mark.parametrize("section", ["weights", "log-precision"])
+def test_a_client_that_is_far_too_sure_is_left_out_as_one_far_away(section, small_task, monkeypatch):
+    """Its precision alone could make the product its own."""
+
+    def shifted(hostile, local, packet):
+        far = {name: torch.where(hostile, value + 15.0, value) for name, value in local[section].items()}
+        return {**local, section: far}
+
+    monkeypatch.setitem(ATTACKS, "scale", shifted)
+    chosen = {"clients_per_round": 6, "rounds": 2, "attack": "scale", "attackers": 0.2}
+    for mode in ("in-turn", "vectorised"):
+        result = fedprior.run(small_task(), "fedgauss", mode=mode, **chosen)
+        faults = [[fault["client"] for fault in record["faults"]] for record in result.records]
+        assert faults == [result.simulation.hostile.nonzero().flatten().tolist()] * 2
+
+
+def test_a_private_run_is_refused(small_task):
+    with pytest.raises(SettingError, match="the M-step of GaussianPosterior is not a mean of weights"):
+        fedprior.run(small_task(), "fedgauss", noise_multiplier=1.0, clip=1.0)

@@ -38,6 +38,8 @@ from fedprior.wire import Layout, Section
 
 LEAST = 1e-12
 """The least precision per example: none that an honest client sends is so small."""
+WIDEST = 0.05
+"""The standard deviation of a weight beyond which draws may be mostly noise: weights of a layer are about so large."""
 FARTHEST = 10.0
 """The largest natural gradient in log p. Its noise can be far larger, and exponentials of that explode."""
 
@@ -159,6 +161,17 @@ class GaussianPosterior(Prior):
 
     def sample(self, local: Tree, packet: Tree, key: Tensor) -> Params:
         return self.relax(self.expect(local, packet), packet, key)
+
+    # ------------------------------------------------------------------ what a user is told
+    def cautions(self, rounds: int) -> list[str]:
+        """Warn about draws so far from their mean that a network may learn nothing from them."""
+        width = (self.examples * self.start) ** -0.5
+        if width <= WIDEST:
+            return []
+        return [
+            f"examples = {self.examples:g} makes every weight uncertain by {width:.2g} at the start, as much as it is "
+            f"large, so clients may learn nothing; from {1 / (WIDEST**2 * self.start):.0f} on it is {WIDEST}"
+        ]
 
     # ------------------------------------------------------------------ the wire
     def downlink(self, server: Tree) -> Layout:
