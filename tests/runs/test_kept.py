@@ -464,7 +464,8 @@ CALM = [2.0, 1.5, 1.2, 1.1, 0.9, 1.0, 0.8, 1.0, 0.7, 0.9, 1.1, 0.8]
         ([-one for one in CALM] + [9.0, 9.0, 9.0], [13]),
         ([*CALM[:9], 9.0, 9.0, 9.0], []),  # too early to say what is usual
         ([*CALM, None, 9.0, float("nan"), 7.0, 5.0], [14]),
-        ([*[1.0] * 14, *[5.0, 5.0, 5.0, None] * 5], [15]),  # one that lasts, with rounds of which there is no loss
+        ([*CALM, *[9.0] * 3, *[1.0] * 4, *[90.0] * 3], [13]),  # not over yet when it goes on
+        ([*CALM, *[9.0] * 3, *[None] * 8, *[1.0] * 4, *[90.0] * 3], [13]),
     ],
 )
 def test_a_jump_is_three_rounds_in_a_row_far_above_what_is_usual(losses, rounds):
