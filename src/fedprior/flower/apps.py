@@ -130,8 +130,7 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(server.round, expected)
-    if folder.checkpoint.exists():  # a crash may have come before it was kept
-        kept.keep(folder, job.settings, server.round, records)
+    kept.go_on(folder, job.settings, server.round, records)
     if server.round < rounds:
         folder.reopen()
     return server, records

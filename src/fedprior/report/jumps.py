@@ -5,6 +5,7 @@ What recovers sooner needs no one.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -61,8 +62,9 @@ def _is_high(losses: Sequence[float], first: int) -> bool:
 
 
 def seen_now(records: Sequence[Mapping[str, Any]]) -> Jump | None:
-    """The jump that the last record makes sure, if it does; it needs no more than the last few records."""
-    found = jumps(records[-2 * BEFORE - HIGH :])
+    """The jump that the last record makes sure, if it does; it needs no more than the last few that have a loss."""
+    known = (record for record in reversed(records) if is_number(record.get("train_loss")))
+    found = jumps([*islice(known, 2 * BEFORE + HIGH)][::-1])
     return found[-1] if found and found[-1].sure == records[-1]["round"] else None
 
 

@@ -103,8 +103,8 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
     # A run without a checkpoint was stopped in its first seconds, so it starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
-    if ranks.first() and folder.checkpoint.exists():  # a crash may have come before it was kept
-        kept.keep(folder, settings, sim.round, records)
+    if ranks.first():
+        kept.go_on(folder, settings, sim.round, records)
     own = folder if ranks.first() else None
     session = Session(sim, settings, about, own, records, scale=task.scale, clock=sim.seconds)
     session.look_back()
