@@ -64,6 +64,7 @@ def _draws(sim: Simulation, samples: int) -> list[Params]:
     several = len(next(iter(shipped.values())))
     if several > 1:
         return [trees.row(shipped, k) for k in range(several)]
+    server = sim.algorithm.shipped(server)  # draws are around what is shipped, also where that is an average
     key = Turn(sim.root, sim.round + 1).key(Purpose.POSTERIOR)
     drawn = [protocol.imagine(sim.algorithm, server, keys.fold(key, number)) for number in range(samples)]
     if samples > 1 and all(torch.equal(one[name], drawn[0][name]) for one in drawn for name in one):
