@@ -16,7 +16,7 @@ from fedprior.core.errors import FedpriorWarning, FullDiskError
 from fedprior.core.storage import to_bytes
 from fedprior.engines.server_state import learned
 from fedprior.report.client_table import read_clients
-from fedprior.report.jumps import jumps, kept_rounds, seen_now
+from fedprior.report.jumps import jumps, kept_rounds, line, seen_now
 from fedprior.report.watch import look, view
 from fedprior.runs import sweeps
 from fedprior.runs.asked import assemble
@@ -400,6 +400,25 @@ def test_what_is_no_kept_round_is_refused(run, small_task, tmp_path):
     for wrong in ("4", True, None):
         with pytest.raises(fedprior.SettingError, match="the number of a round"):
             fedprior.rollback(run, wrong)
+
+
+@pytest.mark.parametrize("private", [{"epsilon": 8.0}, {"noise_multiplier": 1.0}], ids=str)
+def test_a_private_run_does_not_go_back(small_task, tmp_path, private):
+    """What it has told is told, and it would go on with the same noise on other uploads."""
+    pytest.importorskip("dp_accounting")
+    run = tmp_path / "run"
+    fedprior.run(small_task(), "fedavg", out=run, **{**KEEPING, "rounds": 4}, **private)
+    before = contents(run)
+    with pytest.raises(RunError, match="is private: going back would not take back"):
+        fedprior.rollback(run, 3)
+    assert contents(run) == before
+
+
+def test_a_private_run_is_not_told_to_go_back(small_task, tmp_path):
+    losses = [1.0] * 12 + [100.0] * 3
+    records = [{"round": i + 1, "train_loss": loss, "epsilon": 1.0} for i, loss in enumerate(losses)]
+    (jump,) = jumps(records)
+    assert line(jump, tmp_path).endswith("where 1 was usual")
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(run, small_task, tmp_path):

@@ -85,8 +85,10 @@ def test_what_is_no_posterior_is_refused(small_task):
     for given, why in (
         ({}, "draws the same network each time"),
         ({"of": "weights"}, "of must be prior or clients, got 'weights'"),
-        ({"samples": 0}, "samples must lie between 1 and"),
-        ({"of": "clients", "samples": 7}, "samples must lie between 1 and 6, got 7"),
+        ({"samples": 0}, "^samples must be a whole number of at least 1, got 0$"),
+        ({"samples": 1.5}, "samples must be a whole number of at least 1, got 1.5"),
+        ({"samples": "a"}, "samples must be a whole number of at least 1, got 'a'"),
+        ({"of": "clients", "samples": 7}, "samples must be at most 6, the number of clients, got 7"),
     ):
         with pytest.raises(SettingError, match=why):
             fedprior.posterior(result, **given)

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
+from fedprior.engines import privacy
 from fedprior.engines.server_state import Record, learned
 from fedprior.flower import expiry, metrics, resumed, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
@@ -65,6 +66,8 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
         if not resume:
             about = {"run": secrets.token_hex(8), "clients": job.clients, "config": json.dumps(resumed.given(config))}
             folder.create({**job.config(), "flower": about})
+            if why := privacy.caution(job.settings):
+                log.warning("%s", why)
             if job.data is not None:
                 keep_partition(folder, job.data, job.data.fingerprint())
         server, records = _open(folder, job)

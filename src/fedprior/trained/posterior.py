@@ -45,9 +45,10 @@ def posterior(
     if of not in SOURCES:
         raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
     sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
-    most = sim.data.clients if of == "clients" else samples
-    if not 1 <= samples <= most:
-        raise SettingError(f"samples must lie between 1 and {max(most, 1)}, got {samples}")
+    if not isinstance(samples, int) or samples < 1:
+        raise SettingError(f"samples must be a whole number of at least 1, got {samples!r}")
+    if of == "clients" and samples > sim.data.clients:
+        raise SettingError(f"samples must be at most {sim.data.clients}, the number of clients, got {samples}")
     if of == "clients":
         chosen = keys.choose(keys.fold(sim.root, Purpose.POSTERIOR), sim.data.clients, samples)
         members = [personal_model(sim, client) for client in chosen]
