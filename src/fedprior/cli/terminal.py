@@ -1,13 +1,15 @@
 """What the commands print, and where."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior.core.errors import DivergedError, counted
+from fedprior.core.errors import DivergedError, FedpriorError, counted
 
 if TYPE_CHECKING:
     from fedprior.report.progress import RunProgress
@@ -48,6 +50,30 @@ def name_left_out(results: "list[Result]") -> None:
             many = f"{counted(len(faults), 'upload')} of {counted(len(set(faults)), 'client')} were left out"
             where = f": see `faults` in {result.path / 'rounds.jsonl'}" if result.path else ""
             console.print(f"{result.summary['label']}: {many}, farther away than `bound` allows{where}", soft_wrap=True)
+
+
+class Stopped(FedpriorError):
+    """An interrupt; the text says how training goes on."""
+
+
+@contextmanager
+def stoppable(folder: Path, again: str = "") -> Iterator[None]:
+    """Say of an interrupt how what is trained in this folder goes on: as a run, or with the same command `again`."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(f"the same `{again}` with --out {folder} continues" if again else _goes_on(folder)) from error
+
+
+def _goes_on(folder: Path) -> str:
+    from fedprior.runs.folder import RunFolder
+
+    run = RunFolder(folder)
+    if not run.config.exists():
+        return f"{folder} has not begun"
+    return f"`{run.again}` " + (
+        "continues at its last checkpoint" if run.checkpoint.exists() else "starts it again, for want of a checkpoint"
+    )
 
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:
