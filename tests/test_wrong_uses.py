@@ -73,7 +73,12 @@ USES = {
         r"fedprior.algorithm\('fedsparse', task.network, lambda0=…\)",
     ),
     "a number for a callback": (lambda: fedprior.run(task(), progress=3), "progress is an int; give a function"),
-    "a wrong value": (lambda: task(rounds="many"), "rounds must be int"),
+    "a wrong value": (lambda: task(rounds="many"), "rounds must be a whole number"),
+    "adapters for nothing": (lambda: fedprior.adapt(net(), targets=[]), "targets is empty"),
+    "a name for a posterior": (
+        lambda: fedprior.evaluate(fedprior.run(task(rounds=1, clients_per_round=2)), posterior="foo"),
+        "posterior is a str; give what fedprior.posterior returns",
+    ),
     "no rounds": (lambda: task(rounds=0), "rounds must be at least 1"),
     "too large a cohort": (lambda: fedprior.run(task(), "fedavg", clients_per_round=9), "there are only 3 clients"),
     "a model for a task": (lambda: fedprior.run(net(), "fedavg"), "the task is a Sequential"),

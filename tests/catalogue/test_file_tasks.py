@@ -157,7 +157,7 @@ def test_a_changed_file_does_not_resume_its_runs(shell, tmp_path):
         ("mine.py:something", (), "something of .* returned a list; return a task"),
         ("mine.py:leaves", (), "SystemExit: bye"),
         ("mine.py:make_task", ("hiden=3",), "unknown setting 'hiden'; did you mean 'hidden'"),
-        ("mine.py:make_task", ("hidden=many",), "hidden must be int, got 'many'"),
+        ("mine.py:make_task", ("hidden=many",), "hidden must be a whole number, got 'many'"),
         ("wrong.py:make_task", (), "wrong.py, line 2: SyntaxError"),
         ("fails.py:make_task", (), "fails.py, line 1: ModuleNotFoundError: No module named 'nonsense'"),
     ],

@@ -201,7 +201,7 @@ def test_a_size_means_fednarrow_and_says_so(shell, tmp_path):
     for wrong, words in (
         (("--sparsity", "0.5", "--max-parameters", "9"), "set the same thing: use only one"),
         (("--algorithm", "fedavg", "--budget", "1MB"), "--budget is for fednarrow and fedsparse-sized"),
-        (("--budget", "much"), "number of bytes"),
+        (("--budget", "1KB"), "such as 5GiB or 800MB, in B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got '1KB'"),
         (("--algorithm", "fedavg", "--sparsity", "0.5"), "sparsity is a setting of fedsparse-sized, fednarrow"),
         (("--algorithm", "fedsparse+scaffold", "--sparsity", "0.5"), "λ₀ (lambda0=5e-6) decides how many gates close"),
         (("--algorithm", "fedsparse", "--sparsity", "0.5", "--set", "lambda0=1e-6"), "not of fedsparse-sized"),
@@ -463,16 +463,16 @@ BAD = {
         "clients_per_round is 7, but there are only 6 clients",
     ),
     "no such device": (("run", "tiny", "--device", "abacus"), "device 'abacus' is not available"),
-    "set: type": (("run", "tiny", "--set", "epochs=1.5"), "epochs must be int, got '1.5'"),
+    "set: type": (("run", "tiny", "--set", "epochs=1.5"), "epochs must be a whole number, got '1.5'"),
     "set: range": (("run", "tiny", "--set", "batch_size=0"), "batch_size must be at least 1"),
     "set: choice": (("run", "tiny", "--set", "mode=both"), "mode must be auto, in-turn, vectorised or captured"),
     "set: optimiser": (
         ("run", "tiny", "--set", "local_optimiser=SGD(lr=)"),
         "an optimiser is written like SGD(lr=0.05)",
     ),
-    "set: task's type": (("run", "tiny", "--set", "size=big"), "size must be int, got 'big'"),
+    "set: task's type": (("run", "tiny", "--set", "size=big"), "size must be a whole number, got 'big'"),
     "set: task's range": (("run", "mnist-mini", "--set", "alpha=-1"), "alpha must be above 0"),
-    "set: infinite": (("run", "mnist-mini", "--set", "alpha=inf"), "alpha must be float, got 'inf'"),
+    "set: infinite": (("run", "mnist-mini", "--set", "alpha=inf"), "alpha must be a number, got 'inf'"),
     "set: too many clients": (("run", "mnist-mini", "--set", "clients=20000"), "20000 clients cannot share 10000"),
     "set: one example each": (("run", "mnist-mini", "--set", "clients=9000"), "client 0 has only 1 training example"),
     "set: second algorithm": (("compare", "tiny", "--set", "lambda0=-1"), "lambda0 must be at least 0"),
@@ -485,6 +485,11 @@ BAD = {
     "batch norm": (("run", "batch-norm"), "Set track_running_stats=True"),
     "resume nothing": (("resume", "nowhere"), "nowhere is not a run: it has no config.toml"),
     "no command": (("dance",), "dance"),
+    "a command misspelt": (("rn", "tiny"), "error: unknown command 'rn'; did you mean 'run'?\n"),
+    "a folder of data for none": (
+        ("run", "mnist-mini", "--data-dir", "/nope"),
+        "mnist-mini has no --data-dir: its data",
+    ),
     "no argument": (("run",), "Missing argument"),
     "no such option": (("run", "tiny", "--fast"), "--fast"),
 }
@@ -572,6 +577,7 @@ def test_an_existing_folder_is_not_overwritten(shell, tmp_path):
         code, _, err = shell(*arguments)
         assert (code, err.count("\n")) == (2, 1)
         assert re.search(r"exists; .*another folder \(--out\)", err)
+    assert "error: both exists; it holds runs, each continued like `fedprior resume both/fedavg`; or choose" in err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -130,9 +130,9 @@ def test_values_of_another_kind_are_refused(kind, value):
 
 
 def test_a_refusal_names_the_option_its_kind_and_the_value():
-    with pytest.raises(SettingError, match=r"^count must be int, got 'many'$"):
+    with pytest.raises(SettingError, match=r"^count must be a whole number, got 'many'$"):
         convert(Option("count", int, 1), "many")
-    with pytest.raises(SettingError, match=r"^limit must be int or none, got 'x'$"):
+    with pytest.raises(SettingError, match=r"^limit must be a whole number or none, got 'x'$"):
         convert(Option("limit", int | None, None), "x")
 
 

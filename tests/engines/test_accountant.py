@@ -90,7 +90,8 @@ def test_the_noise_that_is_found_is_never_too_little(rate: float, rounds: int) -
         found = with_noise(settings, clients)
         check_budget(found, clients)
         noise = found.noise_multiplier
-        assert noise is not None and noise == float(f"{noise:.4g}")
+        assert noise is not None
+        assert noise == float(f"{noise:.4g}")
         assert Accountant(rate, 0.995 * noise, settings.delta).total(rounds) > budget
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fedprior
 from fedprior.core import keys, trees
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import FedpriorWarning, SettingError
 from fedprior.core.settings import Settings
 from fedprior.core.trees import Tree
 from fedprior.em.guard import Guard
@@ -231,7 +231,7 @@ def test_nothing_more_travels(small_task) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"noise_multiplier": 0.2, "clients_per_round": 3}, {"mode": "in-turn"}, {"mode": "vectorised"}],
+    [{"noise_multiplier": 0.15, "clients_per_round": 3}, {"mode": "in-turn"}, {"mode": "vectorised"}],
     ids=["private", "in-turn", "vectorised"],
 )
 def test_a_run_that_was_broken_off_has_the_same_clips(more: dict, small_task, tmp_path: Path) -> None:
@@ -262,6 +262,19 @@ def test_a_count_that_would_take_the_whole_budget_is_refused(small_task) -> None
     for fine in ({"noise_multiplier": 0.29}, {"noise_multiplier": 0.0}, {"clip": 1.0}):
         check_guard(Settings(clients_per_round=3, clip_quantile=0.5, **fine), chosen, task.network)
     check_guard(Settings(clients_per_round=3, noise_multiplier=0.3), chosen, task.network)
+
+
+def test_a_run_says_once_when_the_count_is_dear(small_task) -> None:
+    """z_Δ = 0.2 / √(1 − (0.2 / 0.3)²); with 0.1 it is 1.06 times z."""
+    pytest.importorskip("dp_accounting")
+    given = {"clients_per_round": 3, "rounds": 2, "clip_quantile": 0.5}
+    with pytest.warns(
+        FedpriorWarning, match=r"is 0\.268 times the clip instead of 0\.2: counting in cohorts of 3"
+    ) as said:
+        fedprior.run(small_task(), "fedavg", **given, noise_multiplier=0.2)
+    assert len(said) == 1
+    fedprior.run(small_task(), "fedavg", **given, noise_multiplier=0.1)
+    fedprior.run(small_task(), "fedavg", **given, clip=1.0)
 
 
 @pytest.mark.parametrize("name", ["fedmix", "scaffold"])

@@ -10,6 +10,7 @@ from fedprior.core.keys import Turn, key
 from fedprior.em import protocol
 from fedprior.engines.privacy import Accountant
 from fedprior.engines.unseen import Roll
+from fedprior.report.page import page
 from fedprior.report.records import read_run
 from fedprior.trained.export import personal_model
 
@@ -69,6 +70,19 @@ def test_global_scores_are_of_those_who_take_part_and_unseen_ones_of_the_others(
     assert np.isfinite(table.last("server_accuracy")).all()
     resumed = fedprior.resume(tmp_path / "run", task=task, rounds=3)
     assert resumed.records == fedprior.run(task, "fedavg", rounds=3).records[:1] + resumed.records[1:]
+
+
+def test_tables_show_their_accuracies_in_percent(small_task, tmp_path):
+    found = []
+    for seed in (0, 1):
+        task = small_task(SIZES, dtype=torch.float64, rounds=2, unseen=0.25, seed=seed)
+        found.append(fedprior.run(task, "fedavg", out=tmp_path / str(seed)))
+    shown = page([read_run(tmp_path / str(seed)) for seed in (0, 1)])
+    for name in ("unseen_accuracy", "newcomer_accuracy"):
+        values = [100 * result.summary[name] for result in found]
+        assert f" {values[0]:.1f}%" in repr(found[0])
+        error = f"<small> ± {abs(values[0] - values[1]) / 2:.1f}</small>%"
+        assert f">{sum(values) / 2:.1f}{error}<" in shown
 
 
 def test_those_held_out_have_no_part_in_the_shares(small_task):

@@ -98,8 +98,8 @@ def test_given_settings_reach_the_methods_that_know_them(tmp_path):
         ({"lambda1": "1"}, "did you mean 'lambda0'"),
         ({"seed": "1"}, "--seeds"),
         ({"rounds": "0"}, "rounds must be at least 1"),
-        ({"alpha": "big"}, "alpha must be float"),
-        ({"lambda0": "big"}, "lambda0 must be float"),
+        ({"alpha": "big"}, "alpha must be a number"),
+        ({"lambda0": "big"}, "lambda0 must be a number"),
     ):
         with pytest.raises(SettingError, match=match):
             plan(experiment("cifar10"), [0], tmp_path, given)

@@ -1,6 +1,7 @@
 """A federation inside one process: a grid whose nodes are ClientApps, called when the strategy pulls their replies."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,24 @@ class LocalGrid(Grid):
 
     def send_and_receive(self, messages, *, timeout=None):
         raise NotImplementedError
+
+
+class Slow(LocalGrid):
+    """Some devices answer only when the server has looked so many times."""
+
+    def __init__(self, job: Job, folder: Path, slow: Mapping[int, int]):
+        super().__init__(job, folder)
+        self.slow: Mapping[int, int] = slow
+        """How many times, by client."""
+        self.seen: Counter[str] = Counter()
+
+    def pull_messages(self, message_ids):
+        ready = []
+        for name in message_ids:
+            order = self.waiting.get(name)
+            if order is not None and order.metadata.message_type == "train":
+                self.seen[name] += 1
+                if self.seen[name] < self.slow.get(self.nodes[order.metadata.dst_node_id], 0):
+                    continue
+            ready.append(name)
+        return super().pull_messages(ready)

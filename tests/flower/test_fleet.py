@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("flwr", reason="needs the extra flower: pip install 'fedprior[flower]'")
 
 from flwr.app import Context, RecordDict
-from local_grid import LocalGrid
+from local_grid import LocalGrid, Slow
 from test_faults import with_payload
 
 import fedprior
@@ -244,30 +244,10 @@ def test_a_resumed_run_keeps_its_devices_until_others_are_named(flwr_run, tmp_pa
 # ---------------------------------------------------------------------- those who are slow
 
 
-class Slow(LocalGrid):
-    """The devices of these clients answer only after so many looks of the server."""
-
-    def __init__(self, job, folder, slow, looks=200):
-        super().__init__(job, folder)
-        self.slow, self.looks, self.seen = {1000 + client for client in slow}, looks, {}
-
-    def pull_messages(self, message_ids):
-        ready = []
-        for name in message_ids:
-            order = self.waiting.get(name)
-            late = order is not None and order.metadata.dst_node_id in self.slow
-            if late and order.metadata.message_type == "train":
-                self.seen[name] = self.seen.get(name, 0) + 1
-                if self.seen[name] < self.looks:
-                    continue
-            ready.append(name)
-        return super().pull_messages(ready)
-
-
 def test_a_round_closes_early_and_names_the_stragglers(make_job, clock, tmp_path):
     job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 2}), []
     limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6, aggregate_at=0.6)
-    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, [2, 5]))
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, {2: 200, 5: 200}))
     assert [sorted(record["clients"]) for record in found] == [[0, 1, 3, 4]] * 2
     assert [sorted(record["stragglers"]) for record in found] == [[2, 5]] * 2
     assert all("faults" not in record for record in found)
@@ -277,7 +257,7 @@ def test_a_round_closes_early_and_names_the_stragglers(make_job, clock, tmp_path
 def test_without_early_close_a_round_waits(make_job, clock, tmp_path):
     job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 1}), []
     limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6)
-    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, [2, 5]))
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, {2: 200, 5: 200}))
     assert sorted(found[0]["clients"]) == [0, 1, 2, 3, 4, 5]
     assert "stragglers" not in found[0]
     assert clock.now > 1
@@ -286,7 +266,7 @@ def test_without_early_close_a_round_waits(make_job, clock, tmp_path):
 def test_more_clients_than_the_cohort_are_asked_and_the_slowest_left_out(make_job, clock, tmp_path):
     job, found, slow = make_job("fedavg", {"clients_per_round": 4, "rounds": 1}), [], [1, 2]
     limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, over_select=0.5)
-    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, slow))
+    HardEM(Server.new(job, RUN), limits, found.append).start(Slow(job, tmp_path, dict.fromkeys(slow, 200)))
     assert sorted(found[0]["clients"]) == [0, 3, 4, 5]
     assert sorted(found[0]["stragglers"]) == slow
     assert clock.now < 1
@@ -295,11 +275,11 @@ def test_more_clients_than_the_cohort_are_asked_and_the_slowest_left_out(make_jo
 def test_a_straggler_takes_part_again_when_it_has_finished(make_job, clock, tmp_path):
     job, found = make_job("fedavg", {"clients_per_round": 6, "rounds": 2}), []
     limits = Limits(round_seconds=100, start_seconds=1, poll_seconds=0.01, wait_for=6, aggregate_at=0.6)
-    grid = Slow(job, tmp_path, [2])
+    grid = Slow(job, tmp_path, {2: 200})
 
     def keep(record):
         found.append(record)
-        grid.slow = set()
+        grid.slow = {}
 
     HardEM(Server.new(job, RUN), limits, keep).start(grid)
     assert found[0]["stragglers"] == [2]
@@ -314,13 +294,16 @@ def test_a_straggler_takes_part_again_when_it_has_finished(make_job, clock, tmp_
         ({"over_select": -0.1}, "over-select must not be negative"),
         ({"aggregate_at": 0.3, "min_replies": 3}, "closes a round with 2 replies, but min-replies is 3"),
         ({"over_select": 0.2, "cohort": 6}, "over-select has no effect: a cohort has all 6 clients"),
+        ({"over_select": 0.2, "noise_multiplier": 1.0}, "a private run takes no over-select"),
+        ({"aggregate_at": 0.9, "noise_multiplier": 1.0}, "a private run .* no aggregate-at below 1"),
     ],
     ids=str,
 )
 def test_limits_that_do_not_fit_are_refused(make_job, limits, words):
-    job = make_job("fedavg", {"clients_per_round": limits.pop("cohort", 5)})
+    settings = {"clients_per_round": limits.get("cohort", 5), "noise_multiplier": limits.get("noise_multiplier")}
+    job = make_job("fedavg", settings)
     with pytest.raises(SettingError, match=words):
-        Limits(**limits).check(job)
+        Limits(**{name: limits[name] for name in limits.keys() - {"cohort", "noise_multiplier"}}).check(job)
 
 
 def test_shares_of_a_cohort_are_whole_clients():

@@ -304,11 +304,13 @@ def test_means_over_seeds_have_their_error(paperlike):
     assert rows["fedl1, mean ± s.e."][3] == f"{mean:.1f} ± {error:.1f}%"
 
 
-def test_folders_are_gathered_once_and_no_runs_are_an_error(paperlike, tmp_path):
+def test_folders_are_gathered_once_and_no_runs_are_an_error(paperlike, write_run, tmp_path):
     one = paperlike / "fedavg" / "seed-0"
     found = gather([paperlike, one, tmp_path])
     assert len(found.runs) == 18
     assert [(broken.path, broken.reason) for broken in found.broken] == [(tmp_path, "holds no runs")]
+    with pytest.raises(RunError, match=r"config.toml: is a file; give the run's folder, such as .*one$"):
+        write_report([write_run(tmp_path / "one") / "config.toml"], tmp_path / "report.html")
     with pytest.raises(RunError, match=r"nothing to report: .*nowhere: does not exist"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

@@ -118,7 +118,7 @@ def test_an_extended_run_equals_one_that_was_longer_from_the_start(small_task, t
 
 
 @pytest.mark.parametrize(
-    ("rounds", "words"), [("many", "rounds must be int"), (6.5, "rounds must be"), (1, "at least")]
+    ("rounds", "words"), [("many", "rounds must be a whole number"), (6.5, "rounds must be"), (1, "at least")]
 )
 def test_invalid_extensions_are_refused(small_task, tmp_path, rounds, words):
     task = small_task(rounds=2)

@@ -13,13 +13,16 @@ import fedprior
 from fedprior import RunError
 from fedprior.core import locks
 from fedprior.core.errors import FedpriorWarning, FullDiskError
+from fedprior.core.storage import to_bytes
+from fedprior.engines.server_state import learned
 from fedprior.report.client_table import read_clients
-from fedprior.report.jumps import jumps, kept_rounds, seen_now
+from fedprior.report.jumps import jumps, kept_rounds, line, seen_now
 from fedprior.report.watch import look, view
 from fedprior.runs import sweeps
 from fedprior.runs.asked import assemble
 from fedprior.runs.drive import drive
-from fedprior.runs.start import start_session
+from fedprior.runs.early import STOP
+from fedprior.runs.start import open_session, start_session
 
 FILES = ("config.toml", "rounds.jsonl", "model.safetensors", "clients.bin", "best.safetensors")
 KEEPING = {"rounds": 9, "evaluate_every": 2, "checkpoint_every": 1, "keep_checkpoints": 2, "keep_every": 4}
@@ -198,6 +201,54 @@ def test_stacked_runs_keep_and_go_back_together(tmp_path):
     assert [contents(spec.out) for spec in specs] == whole
 
 
+BEST = {"keep": "best", "by": "round", "rounds": 12, "checkpoint_every": 4, "evaluate_every": 3}
+"""By a number that grows, so that each evaluation is the best so far, whatever the arithmetic."""
+
+
+@pytest.fixture
+def crashed(small_task, tmp_path):
+    """A run that ends in round 7, after the checkpoint of round 4, and its best models: round 3's and round 6's."""
+    run, models = tmp_path / "run", {}
+
+    def progress(record):
+        if record["round"] in (3, 6):
+            models[record["round"]] = (run / "best.safetensors").read_bytes()
+        if record["round"] == 7:
+            raise Broken
+
+    with pytest.raises(Broken):
+        fedprior.run(small_task(), "fedavg", out=run, progress=progress, **BEST)
+    assert (run / "best.safetensors").read_bytes() == models[6] != models[3], "else these tests show nothing"
+    return run, models
+
+
+def test_a_run_that_goes_on_after_a_crash_has_the_best_model_up_to_its_checkpoint(small_task, crashed):
+    run, models = crashed
+    result = fedprior.resume(run, task=small_task(), progress=lambda record: STOP)
+    assert (result.summary["rounds"], result.summary["best_round"]) == (5, 3)
+    assert (run / "best.safetensors").read_bytes() == models[3] == to_bytes(learned(result.best))
+    assert (run / "checkpoints" / "4.best.safetensors").read_bytes() == models[3]
+
+
+def test_a_run_that_goes_back_after_a_crash_has_the_best_model_up_to_then(small_task, crashed):
+    run, models = crashed
+    with pytest.raises(Broken):
+        fedprior.resume(run, task=small_task(), progress=stop_after(5))
+    fedprior.rollback(run, 4)
+    assert (run / "best.safetensors").read_bytes() == models[3]
+
+
+def test_a_run_that_starts_again_has_no_best_model_yet(small_task, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(Broken):
+        fedprior.run(small_task(), "fedavg", out=run, progress=stop_after(3), **BEST)
+    assert (run / "best.safetensors").exists()
+    result = fedprior.resume(run, task=small_task(), progress=lambda record: STOP)
+    assert result.best is None
+    assert not (run / "best.safetensors").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["1.safetensors"]
+
+
 # ---------------------------------------------------------------------- killed at any moment
 
 
@@ -282,6 +333,50 @@ def test_a_run_killed_while_it_goes_back_is_at_one_end_or_the_other(small_task, 
     assert killed > 20
 
 
+def test_however_a_run_is_killed_every_kept_checkpoint_has_its_best_model(small_task, tmp_path, killed_at, monkeypatch):
+    """Whether it trains or goes back; and so has the run that goes on, before its next round."""
+    settings = {**BEST, "rounds": 3, "checkpoint_every": 1, "evaluate_every": 2, "keep_checkpoints": 1, "keep_every": 2}
+    task, models, whole = small_task(), {0: None}, tmp_path / "whole"
+
+    def best_of(run, kind=""):
+        path = run / f"{kind}best.safetensors"
+        return path.read_bytes() if path.exists() else None
+
+    def train(run):
+        fedprior.run(task, "fedavg", out=run, progress=lambda r: models.update({r["round"]: best_of(run)}), **settings)
+
+    def check(run):
+        for number in kept_rounds(run):
+            assert best_of(run, f"checkpoints/{number}.") == models[number]
+        if (run / "config.toml").exists():
+            session = open_session(assemble(task, "fedavg", settings), run)
+            assert best_of(run) == models[session.simulation.round]
+            for number in kept_rounds(run):
+                assert best_of(run, f"checkpoints/{number}.") == models[number]
+
+    train(whole)
+    assert len({*models.values()}) == 3, "else this test shows nothing"
+
+    def go_back(run):
+        shutil.copytree(whole, run)
+        fedprior.rollback(run, 2)
+
+    killed = 0
+    for do in (train, go_back):
+        for n in range(200):
+            run = tmp_path / f"{do.__name__}-{n}"
+            killed_at(n)
+            try:
+                do(run)
+                break
+            except Broken:
+                killed += 1
+            finally:
+                monkeypatch.undo()
+            check(run)
+    assert killed > 60
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -305,6 +400,25 @@ def test_what_is_no_kept_round_is_refused(run, small_task, tmp_path):
     for wrong in ("4", True, None):
         with pytest.raises(fedprior.SettingError, match="the number of a round"):
             fedprior.rollback(run, wrong)
+
+
+@pytest.mark.parametrize("private", [{"epsilon": 8.0}, {"noise_multiplier": 1.0}], ids=str)
+def test_a_private_run_does_not_go_back(small_task, tmp_path, private):
+    """What it has told is told, and it would go on with the same noise on other uploads."""
+    pytest.importorskip("dp_accounting")
+    run = tmp_path / "run"
+    fedprior.run(small_task(), "fedavg", out=run, **{**KEEPING, "rounds": 4}, **private)
+    before = contents(run)
+    with pytest.raises(RunError, match="is private: going back would not take back"):
+        fedprior.rollback(run, 3)
+    assert contents(run) == before
+
+
+def test_a_private_run_is_not_told_to_go_back(small_task, tmp_path):
+    losses = [1.0] * 12 + [100.0] * 3
+    records = [{"round": i + 1, "train_loss": loss, "epsilon": 1.0} for i, loss in enumerate(losses)]
+    (jump,) = jumps(records)
+    assert line(jump, tmp_path).endswith("where 1 was usual")
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(run, small_task, tmp_path):
@@ -369,6 +483,8 @@ CALM = [2.0, 1.5, 1.2, 1.1, 0.9, 1.0, 0.8, 1.0, 0.7, 0.9, 1.1, 0.8]
         ([-one for one in CALM] + [9.0, 9.0, 9.0], [13]),
         ([*CALM[:9], 9.0, 9.0, 9.0], []),  # too early to say what is usual
         ([*CALM, None, 9.0, float("nan"), 7.0, 5.0], [14]),
+        ([*CALM, *[9.0] * 3, *[1.0] * 4, *[90.0] * 3], [13]),  # not over yet when it goes on
+        ([*CALM, *[9.0] * 3, *[None] * 8, *[1.0] * 4, *[90.0] * 3], [13]),
     ],
 )
 def test_a_jump_is_three_rounds_in_a_row_far_above_what_is_usual(losses, rounds):

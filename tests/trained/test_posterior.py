@@ -51,6 +51,18 @@ def test_gates_are_drawn_from_theta(small_task, name):
     assert ((values == 0) | (values == weights)).all(), "what is drawn is kept as it is"
 
 
+@pytest.mark.parametrize(("name", "settings"), [("feddrop", {}), ("fednarrow", {"linear_rate": 0.5})])
+def test_draws_are_around_the_average_that_the_run_ships(small_task, name, settings):
+    result = trained(small_task, name, rounds=30, average=True, **settings)
+    server = result.simulation.server
+    average, last = (server[section]["fc1.weight"] for section in ("average", "weights"))
+    assert not torch.equal(average, last), "else this test shows nothing"
+    for member in fedprior.posterior(result, samples=4).members:
+        drawn = member.fc1.weight
+        assert (drawn != 0).any()
+        assert torch.equal(drawn[drawn != 0], average[drawn != 0])
+
+
 def test_masks_are_drawn_and_a_mixture_gives_its_components(small_task):
     masks = fedprior.posterior(trained(small_task, "fedpm"), samples=5)
     assert len(masks.members) == 5
@@ -73,8 +85,10 @@ def test_what_is_no_posterior_is_refused(small_task):
     for given, why in (
         ({}, "draws the same network each time"),
         ({"of": "weights"}, "of must be prior or clients, got 'weights'"),
-        ({"samples": 0}, "samples must lie between 1 and"),
-        ({"of": "clients", "samples": 7}, "samples must lie between 1 and 6, got 7"),
+        ({"samples": 0}, "^samples must be a whole number of at least 1, got 0$"),
+        ({"samples": 1.5}, "samples must be a whole number of at least 1, got 1.5"),
+        ({"samples": "a"}, "samples must be a whole number of at least 1, got 'a'"),
+        ({"of": "clients", "samples": 7}, "samples must be at most 6, the number of clients, got 7"),
     ):
         with pytest.raises(SettingError, match=why):
             fedprior.posterior(result, **given)

@@ -20,7 +20,21 @@ from fedprior.cli.terminal import console, errors
 from fedprior.core.errors import FedpriorError, FedpriorWarning, SettingError
 from fedprior.version import __version__
 
+
+class Commands(typer.core.TyperGroup):
+    """The commands, which say which one was meant."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            from fedprior.core.options import nearest
+
+            raise nearest(cmd_name, self.commands, "command")
+        return found
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Federated learning as hard EM: an algorithm is a prior over client parameters.",
     invoke_without_command=True,
     add_completion=False,

@@ -134,6 +134,8 @@ def _chosen(module: nn.Module, linear: dict[str, nn.Module], targets: str | Iter
     if targets is None:
         return list(linear)
     wanted = (targets,) if isinstance(targets, str) else tuple(targets)
+    if not wanted:
+        raise SettingError("targets is empty, so nothing would be adapted; leave it out to adapt all linear layers")
     found = {target: [name for name in linear if _matches(name, target)] for target in wanted}
     for target, names in found.items():
         if names:

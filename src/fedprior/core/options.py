@@ -135,11 +135,11 @@ def convert(option: Option, value: Any) -> Any:
 
 
 def _named(kind: Any) -> str:
-    """A type in words: `int` or, for one that may be absent, `int or none`."""
+    """A type in words: `a whole number` or, for one that may be absent, `a whole number or none`."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     if type(None) in typing.get_args(kind):
         return f"{_named(parts[0])} or none"
-    return str(getattr(kind, "__name__", kind))
+    return WORDS.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -172,6 +172,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else tuple(value)
 
 
+WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 CONVERSIONS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, tuple[str, ...]: _names}
 
 

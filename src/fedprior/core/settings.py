@@ -252,16 +252,16 @@ class Settings:
         float | None,
         About(
             "the budget of [differential privacy](privacy.md) of every client: uploads are clipped, their sum has "
-            "noise, cohorts are Poisson samples, and clients count equally; at most 100; none: no budget, and not private "
-            "unless `noise_multiplier` is given",
+            "noise, cohorts are Poisson samples, and clients count equally; at most 100; none: no budget, and not "
+            "private unless `noise_multiplier` is given",
             above=0,
         ),
     ] = None
     noise_multiplier: Annotated[
         float | None,
         About(
-            "the noise of a round as a multiple of `clip`; without `epsilon` the run is private with no budget, and the "
-            "records say what it has spent; none: the least that `epsilon` allows",
+            "the noise of a round as a multiple of `clip`; without `epsilon` the run is private with no budget, and "
+            "the records say what it has spent; none: the least that `epsilon` allows",
             least=0,
         ),
     ] = None

@@ -137,9 +137,13 @@ class Algorithm:
         average = {name: value + (server["weights"][name] - value) * share for name, value in server["average"].items()}
         return {**server, "average": average, "averaged": {"rounds": rounds}}
 
+    def shipped(self, server: Tree) -> Tree:
+        """The server's state as it ships: with the average of its weights, if it keeps one."""
+        return {**server, "weights": server["average"]} if self.average else server
+
     def predict(self, server: Tree) -> Params:
         """The models that the server ships, stacked."""
-        return self.prior.predict({**server, "weights": server["average"]} if self.average else server)
+        return self.prior.predict(self.shipped(server))
 
     def ship(self, server: Tree) -> Params:
         """The same, with the statistics of their norms if the server has any."""

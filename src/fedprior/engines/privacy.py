@@ -29,6 +29,8 @@ NEXT_TO_NOTHING = 1e-3
 """Less noise is counted as none; with this much, ε of a round is about half a million."""
 MEANINGLESS = 100.0
 """The largest budget: from ε of about ten on, what is promised says little, and e¹⁰⁰ is no promise at all."""
+DEAR = 1.25
+"""How many times as much noise uploads may have because the clip adapts, before a run says so."""
 
 
 # ---------------------------------------------------------------------- what composes
@@ -53,6 +55,17 @@ def check_guard(settings: Settings, algorithm: Algorithm, network: Network) -> N
         )
     if settings.clip is not None and (why := _not_clipped(algorithm, network)):
         raise SettingError(f"clip is the distance of an upload's weights, but {why}")
+
+
+def caution(settings: Settings) -> str:
+    """What to say of a private run whose clip takes much of its budget to adapt; empty if there is nothing."""
+    guard = guard_of(settings)
+    if guard is None or guard.of_sum <= DEAR * guard.noise:
+        return ""
+    return (
+        f"with clip_quantile, the noise of uploads is {guard.of_sum:.3g} times the clip instead of {guard.noise:.3g}: "
+        f"counting in cohorts of {guard.expected:g} takes much of the budget; give more clients_per_round or fix clip"
+    )
 
 
 def _outside(settings: Settings, algorithm: Algorithm, network: Network) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedprior.core.errors import FedpriorError, RunError
 from fedprior.core.locks import alone_in
 from fedprior.core.settings import EXTENDS, MACHINE
+from fedprior.engines import privacy
 from fedprior.engines.server_state import Record, learned
 from fedprior.flower import expiry, metrics, resumed, server_checkpoint
 from fedprior.flower.job import Job, Limits, MakeJob, with_rounds
@@ -65,6 +66,8 @@ def serve(job: Job, grid: Grid, config: Mapping[str, Any], asked: Mapping[str, A
         if not resume:
             about = {"run": secrets.token_hex(8), "clients": job.clients, "config": json.dumps(resumed.given(config))}
             folder.create({**job.config(), "flower": about})
+            if why := privacy.caution(job.settings):
+                log.warning("%s", why)
             if job.data is not None:
                 keep_partition(folder, job.data, job.data.fingerprint())
         server, records = _open(folder, job)
@@ -127,8 +130,7 @@ def _open(folder: RunFolder, job: Job) -> tuple[Server, list[Record]]:
     # Without a checkpoint, the run is new, or it was stopped in its first round and starts again.
     expected = server_checkpoint.load(folder.checkpoint, server) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(server.round, expected)
-    if folder.checkpoint.exists():  # a crash may have come before it was kept
-        kept.keep(folder, job.settings, server.round, records)
+    kept.go_on(folder, job.settings, server.round, records)
     if server.round < rounds:
         folder.reopen()
     return server, records

@@ -150,6 +150,11 @@ class Limits:
     def check(self, job: Job) -> None:
         """Refuse limits that do not fit the job."""
         cohort = job.settings.clients_per_round
+        if job.settings.private and (self.over_select or self.aggregate_at < 1):
+            raise SettingError(
+                "a private run takes no over-select, and no aggregate-at below 1: who is in a round must not depend on "
+                "who answers first: docs/privacy.md"
+            )
         self.needed(cohort)
         if self.over_select and cohort == job.clients:
             raise SettingError(f"over-select has no effect: a cohort has all {cohort} clients already")

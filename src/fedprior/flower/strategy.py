@@ -45,6 +45,7 @@ class HardEM(Strategy):
         self.server, self.limits, self.keep = server, limits, keep
         self.asked = asked or {}
         """What a resumed run was started with. Devices know only the run config of the command that resumes it."""
+        limits.check(server.job)
         self.min_replies = limits.needed(server.job.settings.clients_per_round)
         self.roster = Roster(limits.quarantine_after, bound or {})
         cohort = limits.asked(server.job.settings.clients_per_round)
@@ -121,6 +122,8 @@ class HardEM(Strategy):
 
     def _enough(self) -> bool:
         """Whether the round may close without those that have not answered."""
+        if self.server.job.settings.private:  # the first to answer are no Poisson sample: one would displace another
+            return False
         cohort = min(self.server.job.settings.clients_per_round, len(self.cohort) + len(self.good))
         return len({*self.good, *self.found}) >= max(self.limits.enough(cohort), self.min_replies)
 

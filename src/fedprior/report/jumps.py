@@ -5,6 +5,7 @@ What recovers sooner needs no one.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ class Jump(NamedTuple):
     sure: int
     losses: tuple[float, ...]
     usual: float
+    private: bool = False
+    """Whether the run is private, so that it does not go back."""
 
     @property
     def good(self) -> int:
@@ -44,7 +47,8 @@ def jumps(records: Sequence[Mapping[str, Any]], *, suspected: bool = False) -> l
         if first - earlier > BEFORE:  # else it is the same jump, not over yet
             seen = known[first : first + HIGH]
             usual = median(losses[first - BEFORE : first])
-            found.append(Jump(seen[0][0], seen[-1][0], tuple(loss for _, loss in seen), usual))
+            private = "epsilon" in records[-1]
+            found.append(Jump(seen[0][0], seen[-1][0], tuple(loss for _, loss in seen), usual, private))
     return found
 
 
@@ -58,8 +62,9 @@ def _is_high(losses: Sequence[float], first: int) -> bool:
 
 
 def seen_now(records: Sequence[Mapping[str, Any]]) -> Jump | None:
-    """The jump that the last record makes sure, if it does; it needs no more than the last few records."""
-    found = jumps(records[-2 * BEFORE - HIGH :])
+    """The jump that the last record makes sure, if it does; it needs no more than the last few that have a loss."""
+    known = (record for record in reversed(records) if is_number(record.get("train_loss")))
+    found = jumps([*islice(known, 2 * BEFORE + HIGH)][::-1])
     return found[-1] if found and found[-1].sure == records[-1]["round"] else None
 
 
@@ -72,7 +77,7 @@ def line(jump: Jump, run: Path | None = None) -> str:
     """What happened, and the command that goes back before it, if a run's folder has a checkpoint from there."""
     *first, last = (f"{loss:.3g}" for loss in jump.losses)
     what = f"the loss jumped in round {jump.round}: {', '.join(first)} and {last}, where {jump.usual:.3g} was usual"
-    if run is None:
+    if run is None or jump.private:
         return what
     good = [number for number in kept_rounds(run) if number <= jump.good]
     return f"{what}; " + (f"`fedprior rollback {run} --to {good[-1]}`" if good else "no checkpoint is kept from before")

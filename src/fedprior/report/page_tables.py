@@ -13,7 +13,7 @@ from fedprior.report.faults import NOTED, faults_of
 from fedprior.report.page_data import UNITS, group_names, span
 from fedprior.report.reading import SECTIONS
 from fedprior.report.records import Group, Run
-from fedprior.report.run_tables import cells, header, more_of, score
+from fedprior.report.run_tables import PERCENT, cells, header, more_of, score
 
 ALSO = {"task": "", "wire": "float32", "mode": "auto"}
 """Settings of a run that stand in the table of runs where runs differ in them, and what older runs had."""
@@ -106,6 +106,9 @@ def _mean_cells(group: Group, more: Sequence[str], also: Sequence[str], wrong: M
 
 def _mean_score(group: Group, name: str) -> str:
     found = group.final(name)
+    if name in PERCENT and math.isfinite(found.mean):
+        error = f" ± {100 * found.error:.1f}" if math.isfinite(found.error) else ""
+        return f"{100 * found.mean:.1f}{error}%"
     return score(found.mean) + (f" ± {score(found.error)}" if math.isfinite(found.error) else "")
 
 

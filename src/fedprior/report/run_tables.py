@@ -17,6 +17,7 @@ SCORES = ("global_", "local_")
 APART = ("unseen_", "newcomer_")
 """The same of clients that never took part."""
 ACCURACIES = ("global_accuracy", "local_accuracy")
+PERCENT = (*ACCURACIES, *(f"{who}accuracy" for who in APART))
 USUAL = ("nll", "ece", "brier")
 LATE = tuple(f"{name}_late" for name in ACCURACIES)
 NUMBERS = (*ACCURACIES, *LATE, "bytes_up", "bytes_down", "sparsity")
@@ -54,6 +55,11 @@ def score(value: Any) -> str:
     return f"{value:.4g}" if is_number(value) else "–"
 
 
+def shown_score(name: str, value: Any) -> str:
+    """The same, or percent of an accuracy, as in the columns that every table has."""
+    return _percent(value) if name in PERCENT and is_number(value) else score(value)
+
+
 def _more_scores(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     """What else to show of these runs: the user's own metrics, and the loss where a run has no accuracy.
 
@@ -87,7 +93,7 @@ def _cells(s: Mapping[str, Any], more: Sequence[str]) -> list[str]:
         _percent(s["sparsity"]),
         "–" if s["effective_parameters"] is None else f"{s['effective_parameters']:,}",
         "–" if s["seconds"] is None else f"{s['seconds']:,.1f}",
-        *(score(s.get(name)) for name in more),
+        *(shown_score(name, s.get(name)) for name in more),
     ]
 
 

@@ -24,11 +24,18 @@ def gather(paths: Sequence[Path]) -> Found:
             one = read_run(path)
             under = Found([one], []) if isinstance(one, Run) else Found([], [one])
         elif not under.runs and not under.broken:
-            under.broken.append(Broken(path, "holds no runs" if path.is_dir() else "does not exist"))
+            under.broken.append(Broken(path, _why_none(path)))
         seen = {run.path.resolve() for run in found.runs}
         found.runs.extend(run for run in under.runs if run.path.resolve() not in seen)
         found.broken.extend(under.broken)
     return Found(told_apart(found.runs), found.broken)
+
+
+def _why_none(path: Path) -> str:
+    """Why there is no run in a place."""
+    if path.is_dir():
+        return "holds no runs"
+    return f"is a file; give the run's folder, such as {path.parent}" if path.exists() else "does not exist"
 
 
 def write_report(

@@ -59,6 +59,8 @@ def sort_settings(given: Mapping[str, Any], task: str | None, algorithms: Sequen
             owners = [name for name in ALGORITHMS if key in algorithm_settings(name, {})]
             if owners:
                 raise SettingError(f"{key} is a setting of {', '.join(owners)}, not of {', '.join(algorithms)}")
+            if key == "data_dir":
+                raise SettingError(f"{task} has no --data-dir: its data come with the task")
             raise nearest(key, everything, "setting")
     return Sorted(
         {k: v for k, v in given.items() if k in RUN_OPTIONS},

@@ -31,7 +31,8 @@ def read_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]i?|Ki|)B\s*", text)
     if not match or match[2] not in UNITS:
-        raise SettingError(f"a budget is a number of bytes, such as 5GiB or 800MB, got {text!r}")
+        units = ", ".join(f"{unit}B" for unit in UNITS)
+        raise SettingError(f"a budget is a number of bytes, such as 5GiB or 800MB, in {units}, got {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
 
 

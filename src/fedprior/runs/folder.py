@@ -51,8 +51,14 @@ class RunFolder:
     def check_unused(self) -> None:
         """Refuse a folder that holds anything."""
         if self.used():
-            hint = f"continue it with `fedprior resume {self.path}`, or choose" if self.config.exists() else "choose"
-            raise RunError(f"{self.path} exists; {hint} another folder (--out)")
+            raise RunError(f"{self.path} exists; {self._continue_or()}choose another folder (--out)")
+
+    def _continue_or(self) -> str:
+        """How to continue what a folder holds: a run, or several under it."""
+        if self.config.exists():
+            return f"continue it with `fedprior resume {self.path}`, or "
+        runs = [config.parent for config in sorted(self.path.glob("*/config.toml"))]
+        return f"it holds runs, each continued like `fedprior resume {runs[0]}`; or " if runs else ""
 
     def create(self, config: Mapping[str, Mapping[str, Any]]) -> None:
         """Create the folder with its config."""

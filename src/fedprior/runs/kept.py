@@ -31,14 +31,27 @@ def keep(folder: RunFolder, settings: Settings, number: int, records: list[Recor
     Wanted are the last ones, those that are kept for good, and the last one before each jump of the loss: who reads of
     it a day later can still go back. Those of later rounds are from before the run went back.
     """
-    _name(folder.checkpoint, _place(folder, number))
-    if folder.best.exists():
+    if folder.best.exists():  # before the checkpoint, so that a kept one has its best model for certain
         _name(folder.best, _place(folder, number, "best."))
+    _name(folder.checkpoint, _place(folder, number))
     there = [kept for kept in kept_rounds(folder.path) if kept <= number]
     wanted = {*there[-settings.keep_checkpoints :], *(kept for kept in there if forced(settings, kept))}
     for jump in jumps(records, suspected=True):
         wanted |= {*[kept for kept in there if kept <= jump.good][-1:]}
     _remove_all_but(folder, wanted)
+
+
+def go_on(folder: RunFolder, settings: Settings, number: int, records: list[Record]) -> None:
+    """Go on from the run's checkpoint, of this round, or from its start: the best model is again the one up to then.
+
+    A crash may have come in a later round, which left its own, or before the checkpoint was kept.
+    """
+    if not folder.checkpoint.exists():
+        folder.best.unlink(missing_ok=True)
+        return
+    if _place(folder, number).exists():
+        _put_back_best(folder, number)
+    keep(folder, settings, number, records)
 
 
 def rollback(path: Path | str, to: int) -> None:
@@ -53,17 +66,14 @@ def rollback(path: Path | str, to: int) -> None:
     with alone_in([folder.path]):
         expected, records = _check(folder, to)
         # Killed at any moment, the run can be resumed, or rolled back again: the checkpoint is replaced before the
-        # records are cut, because records that are too many are cut by `resume`, too.
+        # records are cut, because records that are too many are cut by `resume`, too. Until then, later ones are kept.
         folder.diverged.unlink(missing_ok=True)
         if len(records) > to:
             folder.reopen()
             folder.model.unlink(missing_ok=True)
-        _remove_all_but(folder, {kept for kept in kept_rounds(folder.path) if kept <= to})
         _name(_place(folder, to), folder.checkpoint)
-        if (best := _place(folder, to, "best.")).exists():
-            _name(best, folder.best)
-        else:
-            folder.best.unlink(missing_ok=True)
+        _put_back_best(folder, to)
+        _remove_all_but(folder, {kept for kept in kept_rounds(folder.path) if kept <= to})
         folder.truncate(to, expected)
         folder.truncate_times(to)
 
@@ -75,8 +85,9 @@ def _check(folder: RunFolder, to: int) -> tuple[str, list[Record]]:
         those = f"it keeps {', '.join(map(str, there))}" if there else "it keeps none"
         raise RunError(f"{folder.path} keeps no checkpoint of round {to}: {those}")
     name = folder.deployed
-    if name and ("epsilon" in run or "noise_multiplier" in run):
-        raise RunError(f"{folder.path} is private: going back would not take back what its devices have been told")
+    # Going on again would spend the budget twice, in a simulation with the same noise on other uploads.
+    if "epsilon" in run or "noise_multiplier" in run:
+        raise RunError(f"{folder.path} is private: going back would not take back what its later rounds have told")
     saved = storage.load(place, DEPLOYED if name else FORMAT, name or None)
     records = folder.records()
     if not (name or _is_of(run, saved.run)) or len(records) < to or checksum(records[:to]) != saved.records:
@@ -91,6 +102,14 @@ def _is_of(run: Mapping[str, Any], identity: str) -> bool:
         return (about["algorithm"], about["key"]) == (run["algorithm"], int(keys.key(run["seed"])))
     except (ValueError, TypeError, KeyError):
         return False
+
+
+def _put_back_best(folder: RunFolder, number: int) -> None:
+    """Let the best model be the one that was kept with a checkpoint, if there was any yet."""
+    if (best := _place(folder, number, "best.")).exists():
+        _name(best, folder.best)
+    else:
+        folder.best.unlink(missing_ok=True)
 
 
 def _place(folder: RunFolder, number: int, kind: str = "") -> Path:
@@ -117,8 +136,8 @@ def _name(source: Path, target: Path) -> None:
 
 
 def _remove_all_but(folder: RunFolder, wanted: set[int]) -> None:
-    """Remove kept checkpoints of other rounds, and halves of them."""
-    for path in folder.checkpoints.iterdir():
+    """Remove kept checkpoints of other rounds, and halves of them; a checkpoint before its best model."""
+    for path in sorted(folder.checkpoints.iterdir(), key=lambda path: len(path.name)):
         number = path.name.partition(".")[0]
         if path.suffix == ".part" or (number.isdecimal() and int(number) not in wanted):
             path.unlink()

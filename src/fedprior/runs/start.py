@@ -18,7 +18,7 @@ from fedprior.core.frozen import fingerprint
 from fedprior.core.options import as_table, convert
 from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
-from fedprior.engines import ranks
+from fedprior.engines import privacy, ranks
 from fedprior.engines.build import build
 from fedprior.runs import checkpoint, kept
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
@@ -65,7 +65,8 @@ def start_session(parts: Parts, out: Path | str | None = None, label: str | None
     sim = build(algorithm, task.network, task.data, settings)
     prior = sim.algorithm.prior
     dense = getattr(getattr(prior, "gating", None), "dense", "")
-    for caution in [*prior.cautions(settings.rounds), *([dense] if dense else [])] if ranks.first() else []:
+    cautions = [*prior.cautions(settings.rounds), dense, privacy.caution(settings)]
+    for caution in filter(None, cautions if ranks.first() else []):
         warnings.warn(caution, FedpriorWarning, stacklevel=3)
     about = {"task": task.name, "algorithm": algorithm.name, "label": label, "seed": settings.seed}
     about["partition"] = partition = task.data.fingerprint()
@@ -102,8 +103,8 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
     # A run without a checkpoint was stopped in its first seconds, so it starts again.
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
-    if ranks.first() and folder.checkpoint.exists():  # a crash may have come before it was kept
-        kept.keep(folder, settings, sim.round, records)
+    if ranks.first():
+        kept.go_on(folder, settings, sim.round, records)
     own = folder if ranks.first() else None
     session = Session(sim, settings, about, own, records, scale=task.scale, clock=sim.seconds)
     session.look_back()

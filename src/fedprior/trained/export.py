@@ -15,7 +15,7 @@ from fedprior.catalogue.data.text import Alphabet
 from fedprior.catalogue.tasks import Task
 from fedprior.catalogue.tasks.base import examined
 from fedprior.core.ensemble import Ensemble
-from fedprior.core.errors import DataError, ModelError, RunError, SettingError
+from fedprior.core.errors import DataError, ModelError, RunError, SettingError, described
 from fedprior.core.inputs import ModelInputs
 from fedprior.core.keys import Purpose, Turn
 from fedprior.core.metrics import Measures, each, joined, parts
@@ -216,6 +216,8 @@ def evaluate(
     is given, and beside it the server's, as `server`. With `posterior`, made by `fedprior.posterior`, evaluate that
     instead, again with the server's network beside it.
     """
+    if posterior is not None and not isinstance(posterior, nn.Module):
+        raise SettingError(f"posterior is {described(posterior)}; give what fedprior.posterior returns")
     if posterior is not None and (best or personalise is not None):
         raise SettingError("a posterior is of the last server: choose one of posterior, best and personalise")
     if data is not None and task is not None and network is None and not len(task.data.train.rows):

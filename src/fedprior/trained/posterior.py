@@ -45,9 +45,10 @@ def posterior(
     if of not in SOURCES:
         raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
     sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
-    most = sim.data.clients if of == "clients" else samples
-    if not 1 <= samples <= most:
-        raise SettingError(f"samples must lie between 1 and {max(most, 1)}, got {samples}")
+    if not isinstance(samples, int) or samples < 1:
+        raise SettingError(f"samples must be a whole number of at least 1, got {samples!r}")
+    if of == "clients" and samples > sim.data.clients:
+        raise SettingError(f"samples must be at most {sim.data.clients}, the number of clients, got {samples}")
     if of == "clients":
         chosen = keys.choose(keys.fold(sim.root, Purpose.POSTERIOR), sim.data.clients, samples)
         members = [personal_model(sim, client) for client in chosen]
@@ -63,6 +64,7 @@ def _draws(sim: Simulation, samples: int) -> list[Params]:
     several = len(next(iter(shipped.values())))
     if several > 1:
         return [trees.row(shipped, k) for k in range(several)]
+    server = sim.algorithm.shipped(server)  # draws are around what is shipped, also where that is an average
     key = Turn(sim.root, sim.round + 1).key(Purpose.POSTERIOR)
     drawn = [protocol.imagine(sim.algorithm, server, keys.fold(key, number)) for number in range(samples)]
     if samples > 1 and all(torch.equal(one[name], drawn[0][name]) for one in drawn for name in one):

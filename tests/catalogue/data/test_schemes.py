@@ -143,8 +143,8 @@ def test_arrays_and_lists_are_divided_like_tensors(kind):
         ({"partition": "shards", "shards_each": 0}, "shards must be at least 1"),
         ({"alfa": 3}, "unexpected keyword argument 'alfa'"),
         ({"test_fraction": 1.0}, "test_fraction must be"),
-        ({"clients": "many"}, "clients must be int, got 'many'"),
-        ({"partition": "dirichlet", "alpha": "x"}, "alpha must be float, got 'x'"),
+        ({"clients": "many"}, "clients must be a whole number, got 'many'"),
+        ({"partition": "dirichlet", "alpha": "x"}, "alpha must be a number, got 'x'"),
         ({"partition": "column", "owners": ["a", "b"]}, "owners has 2 users for 40 examples"),
         (
             {"partition": "column", "owners": ["a", "b"] * 20, "test": (torch.zeros(4, 3), torch.arange(4))},
