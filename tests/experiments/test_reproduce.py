@@ -118,7 +118,7 @@ def test_an_interrupted_experiment_continues_to_the_same_records(reproduce, tmp_
     monkeypatch.setattr(RunProgress, "__call__", stop)
     code, _, err = reproduce("--seeds", 1, "--out", "mine", "--set", "checkpoint_every=2")
     assert code == 130
-    assert "or the same `reproduce`" in err
+    assert err == "stopped; the same `reproduce` with --out mine continues\n"
     monkeypatch.setattr(RunProgress, "__call__", plain_call)
     code, out, _ = reproduce("--seeds", 1, "--out", "mine")
     assert (code, "1 of 3 runs are there already" in out) == (0, True)

@@ -48,11 +48,27 @@ def test_runs_are_named_by_exactly_what_differs(write_run, tmp_path):
         )
     )
     assert found == [
-        "fedsparse lambda0=5e-06, wire=float32, epochs=none",
-        "fedsparse lambda0=5e-05, wire=float32, epochs=none",
-        "fedsparse lambda0=5e-05, wire=int8/int4, epochs=none",
+        "fedsparse lambda0=5e-06",
+        "fedsparse lambda0=5e-05",
+        "fedsparse lambda0=5e-05, wire=int8/int4",
         "fedsparse lambda0=5e-05, wire=int8/int4, epochs=2",
     ]
+
+
+def test_a_run_older_than_a_setting_has_what_was_before(write_run, tmp_path):
+    """Without `bound` a run had none; without `unseen` it had what is now the default."""
+    found = labels(made(write_run, tmp_path, ({}, {"bound": 8.0}), ({}, {"unseen": 0.0}), ({}, {"bound": 4.0})))
+    assert found == ["fedsparse", "fedsparse bound=0.0", "fedsparse bound=4.0"]
+
+
+def test_a_long_name_is_the_folders(write_run, tmp_path):
+    long = {"local_optimiser": "SGD(lr=0.05, momentum=0.5, nesterov=true, weight_decay=0.0001)"}
+    assert labels(made(write_run, tmp_path / "a", ({}, {}), (long, {}))) == [
+        "fedsparse local_optimiser=none",
+        "fedsparse (run-1-0)",
+    ]
+    seeds = labels(made(write_run, tmp_path / "b", ({}, {}), (long, {}), seeds=(0, 1)))
+    assert len(set(seeds)) == 2, "seeds of one setting stay together"
 
 
 def test_a_redundant_setting_is_left_out_of_the_name(write_run, tmp_path):

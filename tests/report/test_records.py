@@ -260,7 +260,8 @@ def test_the_report_imports_nothing_that_trains():
         imported = set(re.findall(r"^\s*(?:from|import) (fedprior[.\w]*)", path.read_text(), re.MULTILINE))
         assert all(
             name.startswith(("fedprior.report", "fedprior.version"))
-            or name in tuple(f"fedprior.core.{part}" for part in ("errors", "files", "late", "locks", "settings"))
+            or name
+            in tuple(f"fedprior.core.{part}" for part in ("errors", "files", "late", "locks", "options", "settings"))
             for name in imported
         ), path.name
 

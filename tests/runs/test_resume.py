@@ -376,9 +376,14 @@ def test_an_extended_run_is_unfinished_until_its_new_end(small_task, folder):
     assert read_run(folder).finished
 
 
-def test_fewer_rounds_than_trained_end_the_run_at_once(small_task, folder):
+def test_fewer_rounds_than_trained_are_refused_and_as_many_end_the_run_at_once(small_task, folder):
     path = folder / "config.toml"
-    path.write_text(path.read_text().replace("rounds = 5", "rounds = 2"))
+    text = path.read_text()
+    path.write_text(text.replace("rounds = 5", "rounds = 2"))
+    said = "has 3 rounds already: rounds in its config.toml must be at least that, got 2"
+    with pytest.raises(fedprior.RunError, match=said):
+        fedprior.resume(folder, task=small_task())
+    path.write_text(text.replace("rounds = 5", "rounds = 3"))
     summary = fedprior.resume(folder, task=small_task()).summary
     whole = fedprior.run(small_task(), "fedadam", rounds=3).summary
     assert summary["rounds"] == 3

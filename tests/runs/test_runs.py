@@ -215,7 +215,7 @@ def test_a_run_folder_is_never_overwritten(small_task, finished, tmp_path):
     assert {path.name: path.read_bytes() for path in finished.path.rglob("*.*")} == before
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path):
-        with pytest.raises(RunError, match="exists; .*choose another folder"):
+        with pytest.raises(RunError, match=r"exists; .*choose another folder"):
             fedprior.run(small_task(), "fedavg", out=path)
     assert (tmp_path / "file").read_text() == "mine"
 

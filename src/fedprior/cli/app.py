@@ -16,7 +16,7 @@ import typer.core
 from rich.markup import escape
 
 from fedprior.cli import experiments, results, runs
-from fedprior.cli.terminal import console, errors
+from fedprior.cli.terminal import Stopped, console, errors
 from fedprior.core.errors import FedpriorError, FedpriorWarning, SettingError
 from fedprior.version import __version__
 
@@ -159,13 +159,15 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 def main() -> None:
     """The entry point: errors that the user can fix become one line and exit code 2."""
-    debug = "--debug" in sys.argv
+    debug, how = "--debug" in sys.argv, ""
     try:
         with _joined(), _warnings_in_a_line():
             # Accepted anywhere on the line, not only before the command.
             code = app([argument for argument in sys.argv[1:] if argument != "--debug"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except Stopped as error:
+        code, how = 130, f"; {error}"
     except (FedpriorError, UsageError, OSError) as error:
         if debug:
             traceback.print_exc()
@@ -173,7 +175,5 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(' '.join(text.split()))}", highlight=False, soft_wrap=True)
         code = 2
     if code == 130:
-        errors.print(
-            "stopped; `fedprior resume RUN`, or the same `reproduce`, continues at the last checkpoint", soft_wrap=True
-        )
+        errors.print(f"stopped{escape(how)}", highlight=False, soft_wrap=True)
     sys.exit(code if isinstance(code, int) else 0)

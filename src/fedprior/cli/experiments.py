@@ -19,7 +19,7 @@ from fedprior.cli.arguments import (
     pairs,
     seeds_in,
 )
-from fedprior.cli.terminal import bar, console, name_diverged
+from fedprior.cli.terminal import bar, console, name_diverged, stoppable
 from fedprior.core.errors import DivergedError, RunError
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def reproduce_command(
     chosen |= pairs(all_settings(set_, data_dir, wire))
     names = None if methods is None else names_in(methods)
     folder = out or Path("runs") / f"reproduce-{experiment}"
-    reproduce(experiment, read_seeds(seeds), names, folder, chosen, console, table_only=table_only)
+    with stoppable(folder, "reproduce"):
+        reproduce(experiment, read_seeds(seeds), names, folder, chosen, console, table_only=table_only)
 
 
 def frontier_command(
@@ -106,7 +107,8 @@ def frontier_command(
     specs = frontier.plan(task, grid, settings, folder, options)
     others = frontier.beside(beside, task) if beside else []
     if not table_only:
-        name_diverged(sweeps.train_missing(specs, bar))
+        with stoppable(folder, "frontier"):
+            name_diverged(sweeps.train_missing(specs, bar))
     if ranks.first():
         found = frontier.read(specs, others)
         if not found and table_only:

@@ -22,7 +22,7 @@ from fedprior.cli.arguments import (
     pairs,
     seeds_in,
 )
-from fedprior.cli.terminal import bar, conclude, console, name_diverged
+from fedprior.cli.terminal import bar, conclude, console, name_diverged, stoppable
 from fedprior.core.errors import DivergedError, SettingError
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ def sweep_command(
     chosen = out or start.unused_folder(Path("runs") / f"sweep-{_short(task)}")
     options = given(device=device, rounds=rounds, clients_per_round=clients_per_round)
     specs = sweeps.plan(task, algorithm, seeds_in(seeds), pairs(all_settings(set_, data_dir, wire)), chosen, options)
-    name_diverged(sweeps.train_missing(specs, bar))
+    with stoppable(chosen, "sweep"):
+        name_diverged(sweeps.train_missing(specs, bar))
     summaries = [RunFolder(spec.out).read_summary() for spec in specs if RunFolder(spec.out).summary.exists()]
     if not summaries:
         raise DivergedError("every run of the sweep diverged; lower the learning rates, and choose another --out")
@@ -143,7 +144,7 @@ def resume_command(
 
     folder = RunFolder(run)
     about, settings, _, _ = start.read_config(folder)
-    with RunProgress(console, about["label"], rounds or settings.rounds) as progress:
+    with stoppable(run), RunProgress(console, about["label"], rounds or settings.rounds) as progress:
         progress.catch_up(folder.records())
         result = start.resume(run, rounds=rounds, progress=progress)
     console.print(summary_table([result.summary]))
@@ -178,7 +179,8 @@ def _run(task: str, names: list[str], asked: Asked, folders: list[Path], label: 
     settings, results = first.settings, []
     for one, folder in zip(chosen, folders, strict=True):
         board_folder = asked.tensorboard / folder.name if asked.tensorboard else None
-        with RunProgress(console, label or one.name, settings.rounds) as progress, TensorBoard(board_folder) as board:
+        bars = RunProgress(console, label or one.name, settings.rounds)
+        with stoppable(folder), bars as progress, TensorBoard(board_folder) as board:
             progress.also = board
             progress.opening = f"{one.name}: {one.steps}, batches of {settings.batch_size}"
             results.append(start.run(first.task, one, out=folder, label=label, progress=progress, **run))

@@ -1,13 +1,15 @@
 """What the commands print, and where."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior.core.errors import DivergedError
+from fedprior.core.errors import DivergedError, FedpriorError
 
 if TYPE_CHECKING:
     from fedprior.report.progress import RunProgress
@@ -37,6 +39,30 @@ def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+class Stopped(FedpriorError):
+    """An interrupt; the text says how training goes on."""
+
+
+@contextmanager
+def stoppable(folder: Path, again: str = "") -> Iterator[None]:
+    """Say of an interrupt how what is trained in this folder goes on: as a run, or with the same command `again`."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(f"the same `{again}` with --out {folder} continues" if again else _goes_on(folder)) from error
+
+
+def _goes_on(folder: Path) -> str:
+    from fedprior.runs.folder import RunFolder
+
+    run = RunFolder(folder)
+    if not run.config.exists():
+        return f"{folder} has not begun"
+    return f"`{run.again}` " + (
+        "continues at its last checkpoint" if run.checkpoint.exists() else "starts it again, for want of a checkpoint"
+    )
 
 
 def conclude(summaries: list[dict[str, Any]], folder: Path) -> None:

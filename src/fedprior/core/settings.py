@@ -382,6 +382,8 @@ class Settings:
 
 
 RUN_OPTIONS = options_of(Settings)
+BEFORE = {"weighting": "equal", "metrics": (), "bound": 0.0}
+"""The behaviour of runs whose config is older than a setting, if it differs from the setting's default."""
 MACHINE = frozenset({name for name, option in RUN_OPTIONS.items() if option.about.machine} | {"data_dir"})
 """Settings that say where and how a run is computed, not what. Tasks have only `data_dir`, where their data lies."""
 SIMULATED = frozenset(name for name, option in RUN_OPTIONS.items() if option.about.simulated)

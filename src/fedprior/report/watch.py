@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fedprior.core.errors import RunError
 from fedprior.core.locks import held
 from fedprior.report.faults import faults_of
 from fedprior.report.jumps import jumps, line
@@ -46,7 +47,9 @@ class Seen(NamedTuple):
 def watch(path: Path, console: Console, *, once: bool = False, interval: float = 1.0) -> None:
     """Show a run, or every run under a folder, until all have ended; an interrupt ends it quietly."""
     if once:
-        console.print(view(path, look(path)))
+        if not (found := look(path)):
+            raise RunError(f"there is no run in {path}")
+        console.print(view(path, found))
         return
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:

@@ -9,11 +9,10 @@ from fedprior.catalogue.algorithms import ALGORITHMS, algorithm_settings, run_se
 from fedprior.catalogue.tasks import TASKS, full, is_file, task_options
 from fedprior.core.errors import RunError
 from fedprior.core.options import plain
-from fedprior.core.settings import MACHINE, RUN_OPTIONS
+from fedprior.core.settings import BEFORE, MACHINE, RUN_OPTIONS
 from fedprior.report.records import Broken, read_run
 from fedprior.runs.asked import Config, setting_tables
 from fedprior.runs.folder import RunFolder
-from fedprior.runs.start import BEFORE
 
 TASKS_SEED = "the task's seed"
 """The name in messages of a task's own seed; `seed` is the run's."""

@@ -16,7 +16,7 @@ from fedprior.core.federated import FederatedData
 from fedprior.core.files import write_atomically
 from fedprior.core.frozen import fingerprint
 from fedprior.core.options import as_table, convert
-from fedprior.core.settings import RUN_OPTIONS, Settings
+from fedprior.core.settings import BEFORE, RUN_OPTIONS, Settings
 from fedprior.em import Algorithm
 from fedprior.engines import privacy, ranks
 from fedprior.engines.build import build
@@ -24,9 +24,6 @@ from fedprior.runs import checkpoint, kept
 from fedprior.runs.asked import Parts, assemble, check_kind, config_of
 from fedprior.runs.drive import Progress, Result, Session, drive
 from fedprior.runs.folder import RunFolder, checksum
-
-BEFORE = {"weighting": "equal", "metrics": (), "bound": 0.0}
-"""The behaviour of runs whose config is older than a setting, if it differs from the setting's default."""
 
 
 def run(
@@ -148,17 +145,16 @@ def resume(
     _check_simulated(folder)
     _, settings, task, algorithm = rebuild(folder, task, algorithm)
     with alone_in([folder.path]):
-        if rounds is not None:
-            rounds = convert(RUN_OPTIONS["rounds"], rounds)
-            done = len(folder.records())
-            if rounds < max(done, 1):
-                raise RunError(
-                    f"{folder.path} has {counted(done, 'round')} already: --rounds must be at least that, got {rounds}"
-                )
-            settings = replace(settings, rounds=rounds)
+        asked = settings.rounds if rounds is None else convert(RUN_OPTIONS["rounds"], rounds)
+        if asked < (done := len(folder.records())):
+            what = "rounds in its config.toml" if rounds is None else "--rounds"
+            raise RunError(
+                f"{folder.path} has {counted(done, 'round')} already: {what} must be at least that, got {asked}"
+            )
+        settings = replace(settings, rounds=asked)
         session = _reopen(folder, Parts(task, algorithm, settings))
         if rounds is not None and ranks.first():
-            folder.extend(rounds)
+            folder.extend(asked)
         session.progress = progress
         return _one(drive([session]))
 
