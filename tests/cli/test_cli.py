@@ -379,6 +379,17 @@ def test_a_jump_of_the_loss_is_one_line(shell, monkeypatch):
     assert (code, err) == (0, f"warning: {what}\n")
 
 
+def test_uploads_that_were_left_out_are_one_line(shell):
+    hostile = ("--set", "attack=scale", "--set", "attackers=0.2", "--set", "clients_per_round=6")
+    code, out, _ = shell("run", "tiny", "--rounds", 2, "--out", "run", *hostile)
+    assert code == 0
+    assert "fedavg: 2 uploads of 1 client were left out, farther away than `bound` allows: see `faults` in run" in out
+    assert "were left out" in shell("resume", "run", "--rounds", 3)[1]
+    assert "were left out" not in shell("run", "tiny", "--rounds", 2, "--out", "clean")[1]
+    code, _, err = shell("run", "tiny", "--set", "bound=0.5")
+    assert (code, "bound must be 0 or at least 1, got 0.5" in err) == (2, True)
+
+
 def test_resume_with_more_rounds_and_a_run_that_stops_early(shell, tmp_path):
     shell("run", "tiny", "--out", "mine", "--rounds", 2)
     code, out, err = shell("resume", "mine", "--rounds", 4)

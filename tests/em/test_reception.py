@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 import fedprior
 from fedprior.core import trees
+from fedprior.core.errors import FedpriorWarning
 from fedprior.core.keys import Turn
 from fedprior.core.settings import Settings
 from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
-from fedprior.em import Algorithm
+from fedprior.em import Algorithm, reception
 from fedprior.em.algorithm import RECENT
-from fedprior.em.reception import receive
+from fedprior.em.reception import one_apart, receive
 from fedprior.engines.attack import ATTACKS, Attack
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import engine
 from fedprior.priors import Gaussian
-from small_world import small_clients
+from small_world import small_clients, small_net
 
 MODES = ["in-turn", "vectorised"]
 
@@ -308,3 +309,79 @@ def test_one_of_ten_devices_cannot_spoil_a_run(name, hostile) -> None:
         bad = int(found.simulation.hostile.nonzero())
         named = [[fault["client"] for fault in record.get("faults", ())] for record in found.records]
         assert named == [[bad] if seen else []] * 15
+
+
+# ---------------------------------------------------------------------- what an independent reader found
+
+
+def test_the_first_to_arrive_is_not_its_own_measure(small_task) -> None:
+    """In a young run, one by one: against the whole cohort at once."""
+    algorithm = replace(fedprior.algorithm("fedavg", small_task().network), bound=8.0)
+    server = algorithm.init(small_task().network.params())
+    count, known = trees.count(server["weights"]), torch.zeros(RECENT, dtype=torch.float64)
+    known[-3:] = 1.0
+    server = {**server, "usual": {"weights": known}}
+    away = [60.0, 1.0, 1.0, 1.0, 1.0]
+    uploads = [{"weights": {k: v + d / count**0.5 for k, v in server["weights"].items()}} for d in away]
+    earlier: dict[str, list[Tensor]] = {}
+    found = [one_apart(algorithm, server, upload, earlier) for upload in uploads]
+    together = receive(algorithm, server, trees.stack(uploads), Share(1.0), torch.ones(5, dtype=torch.bool))
+    assert found == pytest.approx(together.apart.tolist(), rel=1e-3)
+    assert together.kept.tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("optimiser", ["Adam(lr=0.01)", "SGD(lr=1.0, momentum=0.9)"])
+def test_a_first_round_in_which_nobody_counts_leaves_no_moments(small_task, monkeypatch, optimiser) -> None:
+    """One client is too far away in its weights, the other in its control variates; the next rounds are sound."""
+    measured, number = reception.distances, [0]
+
+    def far(algorithm: Algorithm, uploads: Tree, server: Tree) -> Params:
+        number[0] += 1
+        apart = torch.tensor([1e3, 1.0], dtype=torch.float64)
+        found = measured(algorithm, uploads, server)
+        return (
+            {k: v * (apart if k == "weights" else apart.flip(0)) for k, v in found.items()} if number[0] == 1 else found
+        )
+
+    monkeypatch.setattr(reception, "distances", far)
+    states = []
+    for mode in MODES:
+        number[0] = 0
+        task = small_task((6, 6))
+        chosen = fedprior.algorithm("scaffold", task.network, server_optimiser=optimiser)
+        settings = Settings(**{**task.defaults, "clients_per_round": 2, "mode": mode})
+        sim = build(chosen, task.network, task.data, settings)
+        driver = engine([sim], mode)
+        for _ in range(3):
+            (record,) = driver.step(evaluate=False)
+            assert isinstance(record, dict)
+        states.append(state(sim))
+    for path, value in states[0].items():
+        torch.testing.assert_close(states[1][path], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_stands_still_says_so() -> None:
+    task = fedprior.own_task(small_net(), small_clients((2, 1500)), batch_size=2, device="cpu")
+    scaffold = fedprior.algorithm("scaffold", task.network, local_optimiser="SGD(lr=0.1)")
+    with pytest.warns(FedpriorWarning, match="last 3 rounds every upload was left out.*bound=8") as said:
+        result = fedprior.run(task, scaffold, rounds=8, clients_per_round=2)
+    assert sum("left out" in str(one.message) for one in said) == 1
+    assert all(len(record["faults"]) == 2 for record in result.records)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["fedavg", "fedtopk", "feddrop"])
+def test_a_clip_and_top_k_compose(small_task, name, mode) -> None:
+    """An upload that is too far away moves the server by the clip: what was not sent is not far away."""
+    task, clip = small_task((6, 6)), 0.01
+    more = {} if name == "fedtopk" else {"top_k": 0.3}
+    sim = build(
+        fedprior.algorithm(name, task.network, **more),
+        task.network,
+        task.data,
+        Settings(**{**task.defaults, "clients_per_round": 1, "clip": clip, "mode": mode}),
+    )
+    before = state(sim)
+    engine([sim], mode).step(evaluate=False)
+    moved = [value - before[path] for path, value in state(sim).items() if path.startswith("weights/")]
+    assert float(torch.cat([part.flatten() for part in moved]).norm()) == pytest.approx(clip, rel=1e-3)

@@ -22,7 +22,7 @@ from fedprior.cli.arguments import (
     pairs,
     seeds_in,
 )
-from fedprior.cli.terminal import bar, conclude, console, name_diverged, stoppable
+from fedprior.cli.terminal import bar, conclude, console, name_diverged, name_left_out, stoppable
 from fedprior.core.errors import DivergedError, SettingError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def run_command(
     folder = out or start.unused_folder(Path("runs") / f"{_short(task)}-{algorithm}-{asked.seed}")
     results = _run(task, [algorithm], asked, [folder], label)
     console.print(summary_table([r.summary for r in results]))
+    name_left_out(results)
     console.print(f"{folder}", soft_wrap=True)
 
 
@@ -97,6 +98,7 @@ def compare_command(
     _check_unused([folder])
     results = _run(task, names, asked, [folder / name for name in names])
     conclude([r.summary for r in results], folder)
+    name_left_out(results)
 
 
 def sweep_command(
@@ -148,6 +150,7 @@ def resume_command(
         progress.catch_up(folder.records())
         result = start.resume(run, rounds=rounds, progress=progress)
     console.print(summary_table([result.summary]))
+    name_left_out([result])
 
 
 def rollback_command(

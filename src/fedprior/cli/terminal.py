@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from fedprior.core.errors import DivergedError, FedpriorError
+from fedprior.core.errors import DivergedError, FedpriorError, counted
 
 if TYPE_CHECKING:
     from fedprior.report.progress import RunProgress
+    from fedprior.runs.drive import Result
     from fedprior.runs.specs import Spec
     from fedprior.runs.sweeps import Outcome
 
@@ -39,6 +40,16 @@ def name_diverged(outcomes: "list[tuple[Spec, Outcome]]") -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def name_left_out(results: "list[Result]") -> None:
+    """Print one line for each run in which uploads were left out, and whose."""
+    for result in results:
+        faults = [fault["client"] for record in result.records for fault in record.get("faults", ())]
+        if faults:
+            many = f"{counted(len(faults), 'upload')} of {counted(len(set(faults)), 'client')} were left out"
+            where = f": see `faults` in {result.path / 'rounds.jsonl'}" if result.path else ""
+            console.print(f"{result.summary['label']}: {many}, farther away than `bound` allows{where}", soft_wrap=True)
 
 
 class Stopped(FedpriorError):

@@ -230,6 +230,15 @@ class TreeOptimiser:
         every = [value for section in self.optimisers for value in self._moments(section).values()]
         return list({id(value): value for value in every if isinstance(value, Tensor)}.values())
 
+    def forget(self, rows: Tensor) -> None:
+        """Undo the first step for the rows that are marked: theirs becomes the next."""
+        if bool(rows.all()):
+            for optimiser in self.optimisers.values():
+                optimiser.state.clear()
+        for value in self.moments():
+            if value.dim():
+                value.copy_(torch.where(rows.reshape(-1, *[1] * (value.dim() - 1)), 0.0, value))
+
     def load_rows(self, states: list[dict[str, dict[str, Any]]]) -> None:
         """Stack several runs' moments and load them; all runs share their step counts."""
         first = states[0]

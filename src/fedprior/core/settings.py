@@ -355,6 +355,8 @@ class Settings:
         directions(self.wire)
         if not -(2**63) <= self.seed < 2**63:
             raise SettingError(f"seed must fit in 64 bits, got {self.seed}")
+        if 0 < self.bound < 1:
+            raise SettingError(f"bound must be 0 or at least 1, got {self.bound}: it would leave out what is usual")
         assert self.rates
         if self.messages == "encode" and self.mode not in ("auto", "in-turn"):
             raise SettingError(

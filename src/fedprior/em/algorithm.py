@@ -187,11 +187,11 @@ class Algorithm:
         its next clip. `nobody`: the only upload is of no client."""
         if self.guard is None:
             return uploads, server
-        layout, sent = self.uplink(server), Params()
+        layout = self.uplink(server)
         section = layout.sections["weights"]
-        if section.mask is not None:
-            own = {name: gate for name, gate in uploads["gates"].items() if name not in layout.marks}
-            sent = torch.func.vmap(section.mask)(own)
+        own = {name: gate for name, gate in uploads.get("gates", {}).items() if name not in layout.marks}
+        mask = section.support or section.mask
+        sent = torch.func.vmap(mask)(own) if mask and own else Params()
         return self.guard(uploads, sent, server, key, nobody=nobody)
 
     def answer(self, upload: Tree, extra: Tree, packet: Tree) -> Tree:

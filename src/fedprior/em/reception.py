@@ -153,16 +153,22 @@ def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -
 
 
 # ---------------------------------------------------------------------- one by one
+SEVERAL = 3
+"""Of so many uploads that arrive one by one, the lower median is not that of the farthest alone."""
+
+
 def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: dict[str, list[Tensor]]) -> float:
     """How far away an upload is that is judged as it arrives, as a multiple of the usual distance.
 
-    In a run's first round, those before it say what is usual, and the very first is taken. Its distance is added to
+    In a run's first round, those before it say what is usual, and the very first is taken. In the next ones the round's
+    own median counts once there are several, or else the first would be its own measure. The distance is added to
     `earlier`.
     """
     apart = 0.0
     for name, distance in distances(algorithm, trees.stack([upload]), server).items() if algorithm.bound else ():
         earlier.setdefault(name, []).append(distance[0])
-        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name], algorithm.bound)
+        growth = algorithm.bound if len(earlier[name]) >= SEVERAL else 1.0
+        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name], growth)
         ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart

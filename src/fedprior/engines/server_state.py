@@ -147,6 +147,16 @@ def left_out(clients: Sequence[int], apart: Sequence[float], bound: float) -> li
     return [{"client": client, "what": _too_far(times)} for client, times in pairs if not times <= bound]
 
 
+STILL = 3
+"""After so many rounds in which nobody counted, the user is told."""
+
+
+def stands_still(records: Sequence[Record], cohort: int) -> bool:
+    """Whether nobody of a cohort has counted in the last rounds, and that has just become so many."""
+    nobody = [len(record.get("faults", ())) >= cohort for record in records[-STILL - 1 :]]
+    return all(nobody[-STILL:]) and (len(nobody) == STILL or (len(nobody) > STILL and not nobody[0]))
+
+
 def _too_far(times: float) -> str:
     if math.isinf(times):
         return "its upload or its loss is not finite, or as good as: left out"

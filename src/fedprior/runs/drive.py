@@ -20,7 +20,7 @@ from fedprior.core.storage import from_bytes, reading, to_bytes
 from fedprior.engines import ranks
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
-from fedprior.engines.server_state import Record, final_model, learned, totals, with_values
+from fedprior.engines.server_state import STILL, Record, final_model, learned, stands_still, totals, with_values
 from fedprior.report.jumps import line, seen_now
 from fedprior.report.run_tables import table_of_summaries
 from fedprior.report.table import Table
@@ -94,6 +94,13 @@ class Session:
         self.look_back()
         if ranks.first() and (jump := seen_now(self.records)):
             warnings.warn(line(jump, self.folder.path if self.folder else None), FedpriorWarning, stacklevel=2)
+        if ranks.first() and stands_still(self.records, self.settings.clients_per_round):
+            warnings.warn(
+                f"in the last {STILL} rounds every upload was left out, so the server stands still: clients may be too "
+                f"unlike one another for bound={self.settings.bound:g}; give a larger one, or 0",
+                FedpriorWarning,
+                stacklevel=2,
+            )
 
     def look_back(self) -> None:
         """Keep the model if it is the best so far, and stop the run if patience has run out."""

@@ -258,8 +258,11 @@ class Together:
         found = conclude(self.algorithm, server, uploads, self.optimiser, self._share(clients), rate, fine)
         updated, fine = found.server, self._goes_on(fine) & found.sound & self.alive
         moved = fine & found.kept.any(1)
-        before[0].put(moved, moments)
-        before[1].put(moved.any()[None], counts)
+        if moments or counts:
+            before[0].put(moved, moments)
+            before[1].put(moved.any()[None], counts)
+        elif self.optimiser and self.optimiser.moments():  # the first step of all, which no graph has
+            self.optimiser.forget(~moved)
         known, new = dict(trees.leaves(self.server)), dict(trees.leaves(updated))
         stays = [path for path in new if path in known]
         Kept([known[path] for path in stays], len(self.runs)).put(fine, [new[path] for path in stays])
