@@ -1,6 +1,7 @@
 """What privacy costs: ε against closed forms, published bounds and the package called directly; and the budget."""
 
 import math
+import time
 
 import pytest
 
@@ -77,6 +78,75 @@ def test_more_rounds_cost_more_and_none_nothing() -> None:
 def test_the_noise_for_a_budget_spends_nearly_all_of_it(budget: float, rate: float, rounds: int) -> None:
     noise = noise_for(budget, rate, rounds, 1e-5)
     assert 0.995 * budget < Accountant(rate, noise, 1e-5).total(rounds) <= budget
+
+
+@pytest.mark.parametrize("rate", [0.03, 1.0])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_noise_that_is_found_is_never_too_little(rate: float, rounds: int) -> None:
+    """What is found has four digits and passes the check of the run; half a percent less noise would not."""
+    clients = 1000
+    for budget in (0.3, 8.0, 100.0):
+        settings = Settings(epsilon=budget, rounds=rounds, clients_per_round=round(rate * clients))
+        found = with_noise(settings, clients)
+        check_budget(found, clients)
+        noise = found.noise_multiplier
+        assert noise is not None
+        assert noise == float(f"{noise:.4g}")
+        assert Accountant(rate, 0.995 * noise, settings.delta).total(rounds) > budget
+
+
+def test_noise_is_rounded_up_and_moves_up_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of budgets, with an ε in closed form instead of the package's, which is rounded more coarsely."""
+
+    class Jagged(Accountant):
+        """ε is z⁻¹, and a little more for every second noise of four digits."""
+
+        def __init__(self, rate: float, noise: float, delta: float) -> None:
+            self.noise = noise
+
+        def total(self, rounds: int) -> float:
+            return 1 / self.noise * (1 + 3e-3 * (int(f"{self.noise:.3e}"[4]) % 2))
+
+    monkeypatch.setattr("fedprior.engines.privacy.accountant", Jagged)
+    for i in range(300):
+        budget = 0.02 * 1.025**i
+        noise = noise_for(budget, 0.5, 7, 1e-5)
+        assert Jagged(0.5, noise, 1e-5).total(7) <= budget
+        assert noise < 1.01 / budget
+
+
+@pytest.mark.parametrize("delta", [0.011, 0.01, 0.5])
+def test_a_delta_that_would_protect_nobody_is_refused(delta: float) -> None:
+    for private in ({"epsilon": 8.0}, {"noise_multiplier": 1.0}):
+        with pytest.raises(SettingError, match=f"delta must be less than one over .* 1/100 = 0.01, got {delta:g}"):
+            with_noise(Settings(delta=delta, clients_per_round=4, **private), 100)
+    assert with_noise(Settings(delta=0.0099, noise_multiplier=1.0), 100).private
+    assert with_noise(Settings(delta=delta), 100).delta == delta, "a run that is not private has no delta"
+
+
+def test_a_budget_that_is_none_is_refused() -> None:
+    for budget in (100.1, 1e9, math.inf):
+        with pytest.raises(SettingError, match="is no privacy: it must be at most 100"):
+            with_noise(Settings(epsilon=budget, clients_per_round=5), 50)
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1e-3, 0.01, 0.05])
+def test_little_noise_is_counted_at_once_and_never_too_cheap(noise: float) -> None:
+    """Without sampling the loss of T rounds is N(Tμ²/2, Tμ²) with μ = 1/z; of three rounds ε is above its mean."""
+    began = time.process_time()
+    found = Accountant(1.0, noise, 1e-5).total(3)
+    assert time.process_time() - began < 5
+    if noise > 1e-3:
+        quantile = 4.2649  # of 1 − δ
+        exact = 1.5 / noise**2 + quantile * math.sqrt(3) / noise
+        assert 0.999 * exact < found < 1.002 * exact
+    else:
+        assert found > 1.5 / noise**2
+
+
+def test_a_cohort_larger_than_the_clients_is_not_accounted_for() -> None:
+    """`check_run` refuses it in one line, as without privacy."""
+    assert with_noise(Settings(epsilon=8.0, clients_per_round=2000), 1000).noise_multiplier is None
 
 
 def test_a_run_that_says_its_budget_is_told_its_noise() -> None:

@@ -75,7 +75,7 @@ IDLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "clip": ({"clip_quantile": 0.5}, {"clip": 1.0}, "nothing is clipped; give clip"),
     "private clip": ({"clip_quantile": 0.5}, {"noise_multiplier": 0.1}, "nothing is clipped; give clip"),
-    "delta": ({"delta": 1e-6}, {"noise_multiplier": 1.0}, "not private; give epsilon, its budget"),
+    "delta": ({"delta": 1e-6}, {"noise_multiplier": 1.0}, "not private; give epsilon, its budget, or noise_mul"),
     "epochs": ({"epochs": 2, "local_steps": 3}, {"local_steps": None}, "local_steps=3 says how long"),
     "entropy": ({"entropy": False, "wire": "float16"}, {"wire": "float32/int8"}, "the wire is float16"),
     "warmup": ({"lr_schedule": "cosine(warmup=5)", "rounds": 5}, {"rounds": 6}, "warmup=5 is as long as the run"),

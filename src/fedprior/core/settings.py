@@ -106,7 +106,7 @@ def _public(run: Any) -> str:
     return (
         ""
         if run.epsilon is not None or run.noise_multiplier is not None
-        else "the run is not private; give epsilon, its budget"
+        else "the run is not private; give epsilon, its budget, or noise_multiplier"
     )
 
 
@@ -252,14 +252,16 @@ class Settings:
         float | None,
         About(
             "the budget of [differential privacy](privacy.md) of every client: uploads are clipped, their sum has "
-            "noise, cohorts are Poisson samples, and clients count equally; none: not private",
+            "noise, cohorts are Poisson samples, and clients count equally; at most 100; none: no budget, and not "
+            "private unless `noise_multiplier` is given",
             above=0,
         ),
     ] = None
     noise_multiplier: Annotated[
         float | None,
         About(
-            "in private, the noise of a round as a multiple of `clip`; none: the least that epsilon allows",
+            "the noise of a round as a multiple of `clip`; without `epsilon` the run is private with no budget, and "
+            "the records say what it has spent; none: the least that `epsilon` allows",
             least=0,
         ),
     ] = None

@@ -7,6 +7,7 @@ composed by privacy loss distributions (package dp-accounting, the extra `privac
 
 import math
 from dataclasses import replace
+from decimal import ROUND_CEILING, Context
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,12 @@ STEPS = 12
 small; with a dozen it is too large by less than 0.1%."""
 CLOSE = 1e-3
 """How near to the budget the noise that is found for it brings ε, relative."""
+FOUR = Context(prec=4, rounding=ROUND_CEILING)
+"""The digits of that noise. It is rounded up, because less of it would cost more than the budget."""
+NEXT_TO_NOTHING = 1e-3
+"""Less noise is counted as none; with this much, ε of a round is about half a million."""
+MEANINGLESS = 100.0
+"""The largest budget: from ε of about ten on, what is promised says little, and e¹⁰⁰ is no promise at all."""
 DEAR = 1.25
 """How many times as much noise uploads may have because the clip adapts, before a run says so."""
 
@@ -94,7 +101,7 @@ class Accountant:
 
     def __init__(self, rate: float, noise: float, delta: float) -> None:
         self.delta = delta
-        self.one: Any = _loss(rate, noise) if noise else None
+        self.one: Any = _loss(rate, noise) if noise >= NEXT_TO_NOTHING else None
         self.found: dict[int, float] = {}
 
     def total(self, rounds: int) -> float:
@@ -130,7 +137,8 @@ def _loss(rate: float, noise: float) -> Any:
 def _grid(rate: float, noise: float) -> float:
     """The step for a round, whose loss has a standard deviation of about q √(exp(1/z²) − 1)."""
     spread = rate * math.sqrt(math.expm1(min(1 / noise**2, 50.0)))
-    return min(max(spread / STEPS, 1e-5), 1e-3)
+    # With little noise the losses are about 1/2z², and steps that do not grow with them would be too many to count.
+    return min(max(spread / STEPS, 1e-5), max(1e-3, 5e-5 / noise**2))
 
 
 @lru_cache(maxsize=16)
@@ -151,7 +159,7 @@ def noise_for(budget: float, rate: float, rounds: int, delta: float) -> float:
     """The least noise with which these rounds stay within a budget, to four digits."""
 
     def spent(noise: float) -> float:
-        return Accountant(rate, noise, delta).total(rounds)
+        return accountant(rate, noise, delta).total(rounds)
 
     low, high = 0.0, 1.0
     while spent(high) > budget:
@@ -164,13 +172,35 @@ def noise_for(budget: float, rate: float, rounds: int, delta: float) -> float:
     while high - low > 1e-4 * high and not budget * (1 - CLOSE) < spent(high) <= budget:
         middle = (low + high) / 2
         low, high = (low, middle) if spent(middle) <= budget else (middle, high)
-    return float(f"{high + 5e-5 * high:.4g}")
+    found = FOUR.create_decimal(repr(high))
+    while spent(float(found)) > budget:  # ε as it is counted falls with the noise, but for its rounding
+        found = FOUR.next_plus(found)
+    return float(found)
+
+
+def check_promise(settings: Settings, clients: int) -> None:
+    """Refuse a privacy that would protect nobody."""
+    if not settings.private:
+        return
+    if settings.epsilon is not None and settings.epsilon > MEANINGLESS:
+        raise SettingError(
+            f"epsilon={settings.epsilon:g} is no privacy: it must be at most {MEANINGLESS:g}, and is best below ten; "
+            "to bound uploads without privacy, give clip"
+        )
+    if settings.delta >= 1 / clients:
+        raise SettingError(
+            f"delta must be less than one over the number of clients, 1/{clients} = {1 / clients:.4g}, got "
+            f"{settings.delta:g}: a run that shows one client whole would keep that promise"
+        )
 
 
 def with_noise(settings: Settings, clients: int) -> Settings:
     """Settings that say how much noise there is, where they say what it may cost."""
+    check_promise(settings, clients)
     if settings.epsilon is None or settings.noise_multiplier is not None:
         return settings
+    if settings.clients_per_round > clients:
+        return settings  # `check_run` refuses that, private or not
     rate = settings.clients_per_round / clients
     return replace(settings, noise_multiplier=noise_for(settings.epsilon, rate, settings.rounds, settings.delta))
 
