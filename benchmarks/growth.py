@@ -152,7 +152,7 @@ def figure(axes: dict[str, list[dict[str, Any]]], path: Path, where: str) -> Non
         sizes, costs = [one["size"] for one in found], [one["ms"] for one in found]
         panel.loglog(sizes, [costs[0] * n / sizes[0] for n in sizes], "--", color="0.6", label="in proportion")
         panel.loglog(sizes, costs, "o-", color="C0", label="measured")
-        panel.set(xlabel=AXES[axis][0], ylim=(min(costs) / 3, max(costs) * 3))
+        panel.set(xlabel=AXES[axis][0], ylim=(min(costs) / 10, max(costs) * 10))
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("ms per round")
     panels[0][0].legend(frameon=False, fontsize=8)

@@ -1,5 +1,6 @@
 """What the benchmarks report."""
 
+import json
 import multiprocessing
 import os
 import sys
@@ -24,3 +25,13 @@ def test_an_instant_round_has_a_memory_measurement(monkeypatch):
     finally:
         for name in [name for name in sys.modules if name == "peers" or name.split(".")[0] == "contestants"]:
             del sys.modules[name]
+
+
+def test_the_page_has_the_recorded_growth(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    growth = __import__("growth")
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    record = json.loads((BENCHMARKS.parent / "results" / "growth" / "cpu.json").read_text(encoding="utf-8"))
+    assert record["axes"].keys() == growth.AXES.keys()
+    for axis, found in record["axes"].items():
+        assert growth.table(axis, found) in page, axis
