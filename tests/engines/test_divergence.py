@@ -13,10 +13,10 @@ from fedprior.core import trees
 from fedprior.core.errors import DivergedError, SettingError
 from fedprior.core.optimisers import Optimiser, TreeOptimiser
 from fedprior.core.settings import Settings
-from fedprior.core.trees import Tree, stack
+from fedprior.core.trees import SMALL, Tree, stack
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, Batch, m_step
-from fedprior.em.protocol import SMALL, finite
+from fedprior.em.protocol import finite
 from fedprior.engines.attack import ATTACKS, Poisoned, backdoor_success
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import _check_clients

@@ -231,7 +231,7 @@ class TreeOptimiser:
         return list({id(value): value for value in every if isinstance(value, Tensor)}.values())
 
     def forget(self, rows: Tensor) -> None:
-        """Undo the first step for the rows that are marked: theirs becomes the next."""
+        """Undo the first step for the rows that are marked, as if its slope had been zero; for all rows, altogether."""
         if bool(rows.all()):
             for optimiser in self.optimisers.values():
                 optimiser.state.clear()

@@ -43,6 +43,15 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
+SMALL = 2**16
+"""Joining tensors with fewer numbers than this is faster than a launch for each."""
+
+
+def flat(leaf: Tensor, dims: int) -> Tensor:
+    """A tensor's numbers in one row, for each index of its first `dims` dimensions."""
+    return leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1)
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Do `target.copy_(source)` for each pair; on a GPU, with one launch per kind of tensor."""
     if targets:

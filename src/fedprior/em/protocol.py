@@ -240,13 +240,9 @@ def rehearse(
 
 
 # ---------------------------------------------------------------------- overflow
-SMALL = 2**16
-"""With fewer numbers per client or run than this, joining tensors is faster than checking each."""
-
-
 def finite(tree: Tree, dims: int) -> Tensor:
     """Whether all numbers are finite, for each index of the first `dims` dimensions (runs or clients)."""
-    flat = [leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1) for _, leaf in trees.leaves(tree)]
-    small = [leaf for leaf in flat if leaf.shape[-1] < SMALL]
-    parts = [leaf for leaf in flat if leaf.shape[-1] >= SMALL] + ([torch.cat(small, -1)] if small else [])
+    rows = [trees.flat(leaf, dims) for _, leaf in trees.leaves(tree)]
+    small = [row for row in rows if row.shape[-1] < trees.SMALL]
+    parts = [row for row in rows if row.shape[-1] >= trees.SMALL] + ([torch.cat(small, -1)] if small else [])
     return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)

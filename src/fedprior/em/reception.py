@@ -118,15 +118,11 @@ def _distance(section: Section, sent: Params, known: Params, masks: Params) -> T
     return distance
 
 
-SMALL = 2**16
-"""Tensors with fewer numbers than this are joined: a GPU's launch costs more than the copy."""
-
-
 def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[list[str]]:
     """The names in groups whose distances are computed together; a large tensor is a group by itself."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
-        large = name if sent[name].numel() >= SMALL else ""
+        large = name if sent[name].numel() >= trees.SMALL else ""
         several = base[name].dim() - sent[name].dim() if name in base else -1
         groups.setdefault((large, several, name in masks, sent[name].dtype), []).append(name)
     return list(groups.values())
@@ -134,7 +130,7 @@ def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[
 
 def _joined(values: list[Tensor], dims: int) -> Tensor:
     """The numbers of some tensors in one row, for each index of the first `dims` dimensions."""
-    rows = [value.flatten(dims) if value.dim() > dims else value.unsqueeze(-1) for value in values]
+    rows = [trees.flat(value, dims) for value in values]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
