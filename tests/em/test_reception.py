@@ -18,7 +18,7 @@ from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, reception
 from fedprior.em.algorithm import RECENT
-from fedprior.em.reception import one_apart, receive
+from fedprior.em.reception import Earlier, one_apart, receive
 from fedprior.engines.attack import ATTACKS, Attack
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
@@ -323,7 +323,7 @@ def test_the_first_to_arrive_is_not_its_own_measure(small_task) -> None:
     server = {**server, "usual": {"weights": known}}
     away = [60.0, 1.0, 1.0, 1.0, 1.0]
     uploads = [{"weights": {k: v + d / count**0.5 for k, v in server["weights"].items()}} for d in away]
-    earlier: dict[str, list[Tensor]] = {}
+    earlier = Earlier()
     found = [one_apart(algorithm, server, upload, earlier) for upload in uploads]
     together = receive(algorithm, server, trees.stack(uploads), Share(1.0), torch.ones(5, dtype=torch.bool))
     assert found == pytest.approx(together.apart.tolist(), rel=1e-3)
@@ -335,13 +335,13 @@ def test_a_first_round_in_which_nobody_counts_leaves_no_moments(small_task, monk
     """One client is too far away in its weights, the other in its control variates; the next rounds are sound."""
     measured, number = reception.distances, [0]
 
-    def far(algorithm: Algorithm, uploads: Tree, server: Tree) -> Params:
+    def far(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params, Tensor | None]:
         number[0] += 1
         apart = torch.tensor([1e3, 1.0], dtype=torch.float64)
-        found = measured(algorithm, uploads, server)
-        return (
-            {k: v * (apart if k == "weights" else apart.flip(0)) for k, v in found.items()} if number[0] == 1 else found
-        )
+        found, products = measured(algorithm, uploads, server)
+        if number[0] == 1:
+            found = {k: v * (apart if k == "weights" else apart.flip(0)) for k, v in found.items()}
+        return found, products
 
     monkeypatch.setattr(reception, "distances", far)
     states = []
