@@ -194,23 +194,23 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier
         several = len(known) >= SEVERAL
         typical, _ = _median(torch.stack(known), server[SECTION][name], algorithm.bound if several else 1.0)
         ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
-        if name == STEP and _turn(earlier.heading, _steps(algorithm, name, alone, server), distance) < 0 and several:
-            ratio *= AGAINST
+        if name == STEP and _turn(earlier.heading, _steps(algorithm, name, alone, server), float(distance)) < 0:
+            ratio *= AGAINST if several else 1.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
 
 
-def _turn(heading: list[Tensor], steps: Iterator[Tensor], distance: Tensor) -> float:
+def _turn(heading: list[Tensor], steps: Iterator[Tensor], distance: float) -> float:
     """⟨φ − w, heading⟩ of one upload, which is then added to the heading; 0 if its server has several models."""
     along = 0.0
-    for place, step in enumerate(steps):
+    for place, step in enumerate(steps if 0 < distance < math.inf else ()):
         if step.shape[1] > 1:
             break
-        unit = (step[0, 0] / distance[0]).nan_to_num(0.0, 0.0, 0.0)
+        row = step[0, 0]
         if place == len(heading):
-            heading.append(torch.zeros_like(unit))
-        along += float(unit @ heading[place])
-        heading[place] += unit
+            heading.append(torch.zeros_like(row))
+        along += float(row @ heading[place])
+        heading[place].add_(row, alpha=1 / distance)
     return along
 
 
