@@ -79,6 +79,7 @@ TASKS = {
     for task in (
         Task("cifar10", lambda: LeNet5(3, 32, 10), (3, 32, 32), 10, 100, 500, 10, 64),
         Task("cifar100", lambda: ResNet20(3, 100), (3, 32, 32), 100, 500, 100, 10, 20),
+        Task("cifar100-batch", lambda: ResNet20(3, 100, norm="batch"), (3, 32, 32), 100, 500, 100, 10, 20),
         # FEMNIST has 3,500 writers. Fewer are enough here, because only those in a round cost anything.
         Task("femnist", lambda: LeNet5(1, 28, 62), (1, 28, 28), 62, 1000, 200, 10, 20, uneven=True),
         Task("pfl-cifar10", PflCnn, (3, 32, 32), 10, 1000, 50, 50, 10),
