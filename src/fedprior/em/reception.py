@@ -5,9 +5,9 @@
               if it is larger, at most bound times: steps may grow several times between a run's first rounds
     kept_s    d_s ≤ bound · usual, for each section of the message: weights, control variates, statistics
 
-In weights, d_s counts twice if the step points against those of the others, each of which counts alike:
+In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 others:
 
-    Σ_{t≠s} ⟨φ_s − w, φ_t − w⟩ / d_t < 0
+    Σ_{t≠s} cos(φ_s − w, φ_t − w) < −√(S − 1) / 10
 
 Whoever is left out counts as if it had not answered: what remains is the cohort. Nothing waits for the device if the
 runs are stacked; then an upload that is left out is replaced by one that is kept, and weighs nothing.
@@ -32,8 +32,11 @@ SECTION = "usual"
 """Where the server's state has the medians of the last rounds."""
 STEP = "weights"
 """The section in which a step's direction counts."""
-AGAINST = 2.0
+AGAINST = 2.5
 """How many times the distance of a step counts that points against those of the others."""
+CLEARLY = 0.1
+"""How negative the sum of a step's cosines with n others must be, over √n: the length of a sum of n steps of length one
+that have nothing in common. Late in a run few honest steps have much in common."""
 SEVERAL = 3
 """Of so many uploads, the lower median is not that of the farthest alone, and two can say that one points back."""
 
@@ -96,9 +99,9 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
 
 
 def _against(products: Tensor, distance: Tensor) -> Tensor:
-    """Which steps point against those of the others, each of which counts alike."""
-    along = (products / distance).nan_to_num(0.0, 0.0, 0.0)
-    return along.sum(1) < along.diagonal()
+    """Which steps point against those of the others, each of which counts alike, however long it is."""
+    along = (products / distance).nan_to_num(0.0, 0.0, 0.0).sum(1)  # with its own, which is its distance
+    return along < distance * (1 - CLEARLY * math.sqrt(len(distance) - 1))
 
 
 def distances(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params, Tensor | None]:
@@ -191,11 +194,12 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier
     for name, distance in distances(algorithm, alone, server)[0].items() if algorithm.bound else ():
         known = earlier.distances.setdefault(name, [])
         known.append(distance[0])
-        several = len(known) >= SEVERAL
+        far, several = float(distance), len(known) >= SEVERAL
         typical, _ = _median(torch.stack(known), server[SECTION][name], algorithm.bound if several else 1.0)
-        ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
-        if name == STEP and _turn(earlier.heading, _steps(algorithm, name, alone, server), float(distance)) < 0:
-            ratio *= AGAINST if several else 1.0
+        ratio = far / float(typical) if float(typical) > 0 else 0.0
+        if name == STEP:
+            along = _turn(earlier.heading, _steps(algorithm, name, alone, server), far)
+            ratio *= AGAINST if several and along < -CLEARLY * far * math.sqrt(len(known) - 1) else 1.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
 
