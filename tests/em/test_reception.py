@@ -104,14 +104,13 @@ def test_the_rule_is_that_of_plain_python(vectorised: bool) -> None:
 
 
 def counts(steps: list[list[float]]) -> list[float]:
-    """Plain Python: 2.5 for the steps whose cosines with the others add up to less than minus a tenth of the root of
-    their number, else 1."""
+    """Plain Python: 2.5 for the steps whose cosines with n others add up to less than −0.3 √n, else 1."""
     units = [[x / math.hypot(*step) for x in step] for step in steps]
     found = []
     for own in units:
         others = [unit for unit in units if unit is not own and math.isfinite(unit[0])]
         cosines = sum(sum(map(operator.mul, own, unit)) for unit in others)
-        found.append(2.5 if cosines < -0.1 * (len(units) - 1) ** 0.5 else 1.0)
+        found.append(2.5 if cosines < -0.3 * (len(units) - 1) ** 0.5 else 1.0)
     return found
 
 

@@ -7,7 +7,7 @@
 
 In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 others:
 
-    Σ_{t≠s} cos(φ_s − w, φ_t − w) < −√(S − 1) / 10
+    Σ_{t≠s} cos(φ_s − w, φ_t − w) < −0.3 √(S − 1)
 
 Whoever is left out counts as if it had not answered: what remains is the cohort. Nothing waits for the device if the
 runs are stacked; then an upload that is left out is replaced by one that is kept, and weighs nothing.
@@ -34,7 +34,7 @@ STEP = "weights"
 """The section in which a step's direction counts."""
 AGAINST = 2.5
 """How many times the distance of a step counts that points against those of the others."""
-CLEARLY = 0.1
+CLEARLY = 0.3
 """How negative the sum of a step's cosines with n others must be, over √n: the length of a sum of n steps of length one
 that have nothing in common. Late in a run few honest steps have much in common."""
 SEVERAL = 3
