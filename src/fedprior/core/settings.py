@@ -223,8 +223,8 @@ class Settings:
     bound: Annotated[
         float,
         About(
-            "how many times as far from the server's state as usual an upload may be; one that is farther, or not "
-            "finite, is left out and its client named in the record; 0: any: "
+            "how many times as far from the server's state as usual an upload may be (a step back counts 2.5 times); one "
+            "that is farther, or not finite, is left out and its client named in the record; 0: any: "
             "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
             least=0,
             idle=_private,
