@@ -95,7 +95,7 @@ def of_timings(entry: dict[str, Any], results: Path) -> str:
     ]
     head = ["task", "contestant", "ms per round", "× fedavg", "GPU MiB", "host MiB"]
     about = f"`results/performance/{entry['file']}`, {entry['date']}, {where}, {found['rounds']} timed rounds."
-    return "\n\n".join([about, f"```sh\n{entry['command']}\n```", Table(head, rows, words=2).markdown()])
+    return "\n\n".join([about, f"```sh\n{entry['command'].strip()}\n```", Table(head, rows, words=2).markdown()])
 
 
 def of_table(entry: dict[str, Any], results: Path) -> str:
@@ -103,7 +103,11 @@ def of_table(entry: dict[str, Any], results: Path) -> str:
     count = entry.get("runs", len((results / entry["file"]).read_text(encoding="utf-8").splitlines()) - 1)
     about = f"`results/{entry['file']}`, {entry['date']}, {entry['machine']}, {count} runs: "
     return "\n\n".join(
-        [f"## {entry['title']}", f"{about}[the document]({entry['document']}).", f"```sh\n{entry['command']}\n```"]
+        [
+            f"## {entry['title']}",
+            f"{about}[the document]({entry['document']}).",
+            f"```sh\n{entry['command'].strip()}\n```",
+        ]
     )
 
 
