@@ -166,7 +166,8 @@ class SpikeSlab(MagnitudeGates):
         logits, inclusion = self._posterior(local, packet)
         draws = joint_draws(self.gating, key, inclusion.dtype)
         drawn = (draws < inclusion).to(draws.dtype)
-        gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(logits))
+        joint, floored = self.gating.joint_floor(drawn, logits)
+        gates = self.gating.part(joint)
         return {"weights": self.leave(local["weights"], gates, packet), "gates": gates, "floored": floored}
 
     # ------------------------------------------------------------------ what a user is told
