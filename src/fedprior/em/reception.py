@@ -106,11 +106,11 @@ def _distance(section: Section, sent: Params, known: Params, masks: Params) -> T
     parts = []
     for names in _alike([name for name in sent if name != COUNT], sent, base, masks):
         first = names[0]
-        apart = _joined([sent[name] for name in names], 0)
+        apart = trees.joined_rows([sent[name] for name in names], 0)
         if first in base:
-            apart = apart - _joined([base[name] for name in names], base[first].dim() - sent[first].dim())
+            apart = apart - trees.joined_rows([base[name] for name in names], base[first].dim() - sent[first].dim())
         if first in masks:
-            closed = _joined([masks[name].expand_as(sent[name]) for name in names], 0) <= 0
+            closed = trees.joined_rows([masks[name].expand_as(sent[name]) for name in names], 0) <= 0
             apart = torch.where(closed, 0.0, apart)
         rows = apart if apart.dim() > 1 else apart.unsqueeze(0)
         parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
@@ -126,12 +126,6 @@ def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[
         several = base[name].dim() - sent[name].dim() if name in base else -1
         groups.setdefault((large, several, name in masks, sent[name].dtype), []).append(name)
     return list(groups.values())
-
-
-def _joined(values: list[Tensor], dims: int) -> Tensor:
-    """The numbers of some tensors in one row, for each index of the first `dims` dimensions."""
-    rows = [trees.flat(value, dims) for value in values]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -198,7 +192,7 @@ def _weightless(uploads: Tree, share: Share, kept: Tensor, weighs: bool) -> tupl
     rows = torch.arange(kept.shape[0], device=kept.device).unsqueeze(1)
     own = torch.arange(kept.shape[1], device=kept.device)
     chosen = torch.where(kept, own, kept.to(torch.uint8).argmax(1, keepdim=True))
-    uploads = trees.tree_map(lambda leaf: leaf[rows, chosen], uploads)
+    uploads = trees.map_rows(lambda leaf: leaf[rows, chosen], 2, uploads)
     if COUNT in uploads.get("statistics", {}):
         reported = uploads["statistics"]
         uploads = {**uploads, "statistics": {**reported, COUNT: reported[COUNT] * kept}}
