@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedprior import cli
 from fedprior.engines.privacy import Accountant
 from fedprior.report import pareto
 from fedprior.report.jumps import jumps
@@ -73,6 +75,18 @@ def test_the_frontiers_table_is_that_of_its_records():
         assert (float(size) / 100, wire) == (run.config["algorithm"]["sparsity"], "")
     text = (RESULTS / "frontier" / "frontier.md").read_text(encoding="utf-8")
     assert pareto.table_of_points(text.splitlines()[0], pareto.points_of(group_runs(found))).markdown() == text
+
+
+def test_a_front_of_a_folder_of_runs_has_all_of_them(tmp_path, monkeypatch):
+    for name in ("int4-0", "int4-0.5"):
+        shutil.copytree(RESULTS / "frontier" / name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["fedprior", "frontier", "cifar10", "--table-only", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main()
+    whole, rows = ((folder / "frontier.md").read_text(encoding="utf-8") for folder in (RESULTS / "frontier", tmp_path))
+    shown = [row for row in rows.splitlines() if "sparse, int4" in row]
+    assert len(shown) == 2
+    assert all(row.rsplit("|", 2)[0] in whole for row in shown)
 
 
 def test_fednarrow_of_the_papers_sparsity_on_cifar10_has_its_accuracy_with_fewer_bytes():

@@ -128,7 +128,12 @@ def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:
     found = [read_run(spec.out) for spec in specs]
     own = {spec.label for spec in specs}
     found += [run for run in others if run.label not in own]
-    return [run for run in found if isinstance(run, Run) and run.finished]
+    return finished([run for run in found if isinstance(run, Run)])
+
+
+def finished(runs_found: Sequence[Run]) -> list[Run]:
+    """Return those that are."""
+    return [run for run in runs_found if run.finished]
 
 
 def beside(folder: Path, task: str) -> list[Run]:

@@ -1,6 +1,7 @@
 """Uploads that are left out: against a naive twin and the same round without them; what a run is worth then."""
 
 import math
+import operator
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share
 from fedprior.em import Algorithm, reception
 from fedprior.em.algorithm import RECENT
-from fedprior.em.reception import one_apart, receive
+from fedprior.em.reception import Earlier, one_apart, receive
 from fedprior.engines.attack import ATTACKS, Attack
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
@@ -100,6 +101,64 @@ def test_the_rule_is_that_of_plain_python(vectorised: bool) -> None:
             if not vectorised:
                 assert got.uploads["weights"]["b"].tolist() == uploads["weights"]["b"][got.kept].tolist()
                 assert got.share.fraction == pytest.approx(0.5 * sum(kept) / 5)
+
+
+def counts(steps: list[list[float]]) -> list[float]:
+    """Plain Python: 2.5 for the steps whose cosines with n others add up to less than −0.3 √n, else 1."""
+    units = [[x / math.hypot(*step) for x in step] for step in steps]
+    found = []
+    for own in units:
+        others = [unit for unit in units if unit is not own and math.isfinite(unit[0])]
+        cosines = sum(sum(map(operator.mul, own, unit)) for unit in others)
+        found.append(2.5 if cosines < -0.3 * (len(units) - 1) ** 0.5 else 1.0)
+    return found
+
+
+@pytest.mark.parametrize("vectorised", [False, True])
+@pytest.mark.parametrize("cohort", [2, 5])
+def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) -> None:
+    """Long and short steps in six dimensions, a third of them back, one not finite. Two cannot say which is back."""
+    draw = torch.Generator().manual_seed(5)
+    steps = 0.8 + torch.randn(12, cohort, 6, generator=draw, dtype=torch.float64)
+    steps *= torch.exp(torch.randn(12, cohort, 1, generator=draw, dtype=torch.float64)) * 100
+    steps *= torch.where(torch.rand(12, cohort, 1, generator=draw) < 0.3, -1.0, 1.0)
+    steps[3, 0] = math.nan
+    far = [apart for _, apart in naive(steps.norm(dim=2).tolist(), 3.0)]
+    times = [counts(given) if cohort > 2 else [1.0] * 2 for given in steps.tolist()]
+    algorithm, base = Algorithm(Gaussian(), {}, bound=3.0), torch.arange(6.0, dtype=torch.float64)
+    server = algorithm.init({"a": base[:2].clone(), "b": base[2:].reshape(2, 2).clone()})
+    for given, apart, more in zip(steps, far, times, strict=True):
+        sent = given + base
+        uploads = {"weights": {"a": sent[:, :2], "b": sent[:, 2:].reshape(-1, 2, 2)}}
+        received = server, uploads, given.isfinite().all(1)
+        one, other, fine = trees.stack([received]) if vectorised else received
+        got = receive(algorithm, one, other, Share(0.5), fine, vectorised=vectorised)
+        found, usual = (got.apart[0], trees.row(got.usual, 0)) if vectorised else (got.apart, got.usual)
+        assert found.tolist() == pytest.approx([a * b for a, b in zip(apart, more, strict=True)], rel=1e-9)
+        server = {**server, "usual": usual}
+    assert (sum(more.count(2.5) for more in times) > 10) == (cohort > 2)
+
+
+def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
+    """From the third on; what is usual is known. Who is not finite or a thousand times too far is one of many."""
+    draw = torch.Generator().manual_seed(5)
+    steps = 0.5 + torch.randn(40, 6, generator=draw, dtype=torch.float64)
+    steps[::5] *= -3
+    steps[7] *= 1000
+    steps[11] = math.nan
+    algorithm = Algorithm(Gaussian(), {}, bound=8.0)
+    server = algorithm.init({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2, 2, dtype=torch.float64)})
+    server = {**server, "usual": {"weights": torch.ones(RECENT, dtype=torch.float64)}}
+    earlier, expected = Earlier(), []
+    found = [
+        one_apart(algorithm, server, {"weights": {"a": 1 + step[:2], "b": 1 + step[2:].reshape(2, 2)}}, earlier)
+        for step in steps
+    ]
+    for i, step in enumerate(steps.tolist()):
+        more = counts(steps[: i + 1].tolist())[-1] if i >= 2 else 1.0
+        expected.append(math.inf if i == 11 else math.hypot(*step) * more)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert sum(one > 8 for one in found) > int((steps.norm(dim=1) > 8).sum()) + 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -295,7 +354,8 @@ def digits() -> fedprior.Task:
 def test_one_of_ten_devices_cannot_spoil_a_run(name, hostile) -> None:
     """×1000, sign-flipped and 3e38 in every round: within three points of the run without it, and the device is named.
 
-    A step back of the usual length cannot be told from an honest one; a tenth of them does no harm.
+    The attack `sign-flip` is ten times the step back. A step back of the usual length passes; a tenth of them does no
+    harm.
     """
     task = digits()
     chosen = fedprior.algorithm(name, task.network, local_optimiser="SGD(lr=0.1)")
@@ -303,7 +363,7 @@ def test_one_of_ten_devices_cannot_spoil_a_run(name, hostile) -> None:
     clean = fedprior.run(task, chosen, **common)
     assert clean.summary["global_accuracy"] > 0.75
     assert not any("faults" in record for record in clean.records)
-    for attack, seen in ((moved(1000.0), True), (filled(3e38), True), (moved(-1.0), False)):
+    for attack, seen in ((moved(1000.0), True), (filled(3e38), True), (moved(-10.0), True), (moved(-1.0), False)):
         found = fedprior.run(task, chosen, **{**hostile(attack), **common, "attackers": 0.1})
         assert found.summary["global_accuracy"] > clean.summary["global_accuracy"] - 0.03
         bad = int(found.simulation.hostile.nonzero())
@@ -323,7 +383,7 @@ def test_the_first_to_arrive_is_not_its_own_measure(small_task) -> None:
     server = {**server, "usual": {"weights": known}}
     away = [60.0, 1.0, 1.0, 1.0, 1.0]
     uploads = [{"weights": {k: v + d / count**0.5 for k, v in server["weights"].items()}} for d in away]
-    earlier: dict[str, list[Tensor]] = {}
+    earlier = Earlier()
     found = [one_apart(algorithm, server, upload, earlier) for upload in uploads]
     together = receive(algorithm, server, trees.stack(uploads), Share(1.0), torch.ones(5, dtype=torch.bool))
     assert found == pytest.approx(together.apart.tolist(), rel=1e-3)
@@ -335,13 +395,13 @@ def test_a_first_round_in_which_nobody_counts_leaves_no_moments(small_task, monk
     """One client is too far away in its weights, the other in its control variates; the next rounds are sound."""
     measured, number = reception.distances, [0]
 
-    def far(algorithm: Algorithm, uploads: Tree, server: Tree) -> Params:
+    def far(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params, Tensor | None]:
         number[0] += 1
         apart = torch.tensor([1e3, 1.0], dtype=torch.float64)
-        found = measured(algorithm, uploads, server)
-        return (
-            {k: v * (apart if k == "weights" else apart.flip(0)) for k, v in found.items()} if number[0] == 1 else found
-        )
+        found, products = measured(algorithm, uploads, server)
+        if number[0] == 1:
+            found = {k: v * (apart if k == "weights" else apart.flip(0)) for k, v in found.items()}
+        return found, products
 
     monkeypatch.setattr(reception, "distances", far)
     states = []

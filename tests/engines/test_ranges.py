@@ -10,9 +10,10 @@ from torch import nn
 
 import fedprior
 from fedprior.catalogue.algorithms import algorithm_settings
+from fedprior.core.choices import ATTACKS, PRECISIONS
 from fedprior.core.errors import SettingError
 from fedprior.core.options import plain
-from fedprior.core.settings import ATTACKS, PRECISIONS, RUN_OPTIONS, Settings
+from fedprior.core.settings import RUN_OPTIONS, Settings
 from fedprior.em import statistics
 from fedprior.engines import attack
 from fedprior.engines.build import check_run, check_useful

@@ -17,9 +17,11 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from local_grid import LocalGrid
 
+import fedprior
 from fedprior import RunError, WireError, wire
 from fedprior.core import trees
-from fedprior.flower import HardEM, Limits, Server, messages
+from fedprior.core.settings import Settings
+from fedprior.flower import HardEM, Job, Limits, Server, messages
 from fedprior.flower.memory import check_run
 from fedprior.flower.messages import ARRAY, NUMBERS, WIRE
 
@@ -185,6 +187,33 @@ def test_numbers_that_are_finite_but_far_away_are_left_out(
     ):
         # Another cohort has another order, and sums of floats depend on it.
         assert path.startswith("usual") or torch.allclose(one, other, rtol=0, atol=1e-6), path
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("times", [6, -6])
+def test_a_long_step_back_is_left_out(times, folded, small_task, quick, tmp_path):
+    """Six times a device's step is near enough, backwards it is not: also where the server folds in each upload when
+    it arrives. This one is never among the first two."""
+    quick = replace(quick, keep_megabytes=0 if folded else quick.keep_megabytes)
+    task = small_task((16,) * 6)
+    chosen = Settings(**{**task.defaults, "rounds": 3, "clients_per_round": 6})
+    job = Job("small", task.network, fedprior.algorithm("fedavg", task.network), chosen, 6, task.data, task.data)
+    records, strategy = [], HardEM(Server.new(job, RUN), quick, lambda record: records.append(record))
+
+    def tamper(order, reply):
+        if order.metadata.dst_node_id != 1003 or order.metadata.message_type != "train":
+            return [reply]
+        data = bytearray(payload(reply))
+        known = torch.cat([value.flatten() for value in strategy.server.state["weights"].values()])
+        sent = torch.frombuffer(data, dtype=torch.float32, offset=wire.HEADER_BYTES)
+        sent.copy_(known + times * (sent - known))
+        head, body = bytes(data[: wire.HEADER_BYTES - 4]), bytes(data[wire.HEADER_BYTES :])
+        return [with_payload(order, reply, head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body)]
+
+    strategy.start(LocalGrid(job, tmp_path, tamper))
+    assert strategy.server.folds == folded
+    left_out = [[fault["client"] for fault in record.get("faults", ())] for record in records]
+    assert left_out == [[] if times > 0 else [3]] * 3
 
 
 def test_duplicate_and_unrequested_replies_are_ignored(make_job, quick, tmp_path):

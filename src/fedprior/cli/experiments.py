@@ -77,7 +77,7 @@ def frontier_command(
     data_dir: DataDir = None,
     beside: Annotated[Path | None, typer.Option(help="A folder of finished runs of the task to show as well.")] = None,
     table_only: Annotated[
-        bool, typer.Option("--table-only", help="Train nothing; make the table and figure of existing runs.")
+        bool, typer.Option("--table-only", help="Train nothing; make the table and figure of the folder's runs.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="The folder; runs/frontier-TASK if not given.")] = None,
     set_: Set = [],  # noqa: B006  # typer reads the default, and nothing changes it
@@ -106,19 +106,22 @@ def frontier_command(
     )
     specs = frontier.plan(task, grid, settings, folder, options)
     others = frontier.beside(beside, task) if beside else []
-    if not table_only:
-        with stoppable(folder, "frontier"):
-            name_diverged(sweeps.train_missing(specs, bar))
+    if table_only:
+        found = frontier.finished([*frontier.beside(folder, task), *others])
+        if not found:
+            raise RunError(f"{folder} holds no finished run of {task}")
+        _show_front(found, folder, task)
+        return
+    with stoppable(folder, "frontier"):
+        name_diverged(sweeps.train_missing(specs, bar))
     if ranks.first():
         found = frontier.read(specs, others)
-        if not found and table_only:
-            raise RunError(f"{folder} holds no finished run of this front")
         if not found:
             raise DivergedError("every run of the frontier diverged; lower the learning rates, choose another --out")
-        _show_front(found, folder, task, seeds)
+        _show_front(found, folder, task)
 
 
-def _show_front(found: "list[Run]", folder: Path, task: str, seeds: str) -> None:
+def _show_front(found: "list[Run]", folder: Path, task: str) -> None:
     """Print and write the table and the figure of a front."""
     from fedprior.core.files import write_atomically
     from fedprior.report import pareto
@@ -130,7 +133,7 @@ def _show_front(found: "list[Run]", folder: Path, task: str, seeds: str) -> None
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     points = pareto.points_of(group_runs(found))
-    title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, seeds_in(seeds)))}"
+    title = f"{task}: accuracy against bytes, seeds {', '.join(map(str, sorted({run.seed for run in found})))}"
     table = pareto.table_of_points(title, points)
     console.print(table.terminal(box=None, title_style="bold"))
     write_atomically(folder / "frontier.md", table.markdown())

@@ -3,126 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
+from fedprior.core import no_effect as why
+from fedprior.core.choices import ATTACKS, MODES, directions
 from fedprior.core.errors import SettingError
 from fedprior.core.options import About, either, options_of, plain
-from fedprior.core.schedules import Curve, Rates
-
-MODES = ("in-turn", "vectorised", "captured")
-ATTACKS = ("sign-flip", "scale", "constant", "backdoor")
-PRECISIONS = ("float32", "float16", "bfloat16", "int8", "int4")
+from fedprior.core.schedules import Rates
 
 
-def directions(wire: str) -> tuple[str, str]:
-    """The precision down and up: `int4` is the same for both, `int8/int4` is one for each."""
-    down, slash, up = wire.partition("/")
-    for name in (down, up) if slash else (down,):
-        if name not in PRECISIONS:
-            hint = f"; did you mean messages={wire}?" if wire in ("auto", "encode", "count") else ""
-            raise SettingError(f"wire must be {', '.join(PRECISIONS)}, or two of them as DOWN/UP, got {wire!r}{hint}")
-    return down, up or down
-
-
-# ---------------------------------------------------------------------- settings without effect, and why
-# `run` has the settings and, beside them, the algorithm, the network, how many clients there are and whether they have
-# test examples.
-
-
-def _overruled(run: Any) -> str:
-    return (
-        f"local_steps={run.local_steps} says how long a client trains; leave out one of them" if run.local_steps else ""
-    )
-
-
-def _not_coded(run: Any) -> str:
-    whole = any(name.startswith("int") for name in directions(run.wire))
-    return "" if whole else f"only int8 and int4 have such a code, and the wire is {run.wire}"
-
-
-def _without_norms(run: Any) -> str:
-    return "" if run.network.norms else "the network has no BatchNorm"
-
-
-def _not_reported(run: Any) -> str:
-    if run.statistics == "local" and run.report_statistics == "final":
-        return "with statistics=local a client always keeps those of its final model"
-    none = "with statistics=batch there are none to report" if run.statistics == "batch" else ""
-    return _without_norms(run) or none
-
-
-def _not_pooled(run: Any) -> str:
-    return _without_norms(run) or (
-        "" if run.statistics == "shared" else "the server has them with statistics=shared only"
-    )
-
-
-def _too_late(schedule: str, rounds: int) -> str:
-    warmup = Curve.parse(schedule).warmup
-    return f"its warmup={warmup} is as long as the run, which has rounds={rounds}" if warmup >= rounds else ""
-
-
-def _fixed(optimisers: Any) -> str:
-    return "Rprop chooses its own steps" if any(one.name == "Rprop" for one in optimisers.values()) else ""
-
-
-def _no_rate(run: Any) -> str:
-    return _fixed(run.algorithm.local) or _too_late(run.lr_schedule, run.rounds)
-
-
-def _no_server_rate(run: Any) -> str:
-    if run.algorithm.server is None:
-        return (
-            f"the M-step of {run.algorithm.name} has no learning rate; give it a server_optimiser, such as "
-            "SGD(lr=1.0), which is the mean"
-        )
-    return _fixed(run.algorithm.server) or _too_late(run.server_lr_schedule, run.rounds)
-
-
-def _unjudged(run: Any) -> str:
-    own = run.by != "auto" and not run.by.lstrip("-").startswith(("global_", "local_"))
-    return (
-        ""
-        if run.tested or own
-        else "it needs test examples, (x, y, test_x, test_y) for each client, and there are none"
-    )
-
-
-def _nobody_unseen(run: Any) -> str:
-    if not run.tested:
-        return _unjudged(run)
-    return "" if round(run.unseen * run.clients) else f"of {run.clients} clients that is none; give a larger share"
-
-
-def _nothing_judged(run: Any) -> str:
-    return "" if run.patience or run.keep == "best" else "it is what patience and keep=best judge by; give one of them"
-
-
-def _nobody(run: Any) -> str:
-    if run.attack == "none":
-        return f"there is no attack; give attack={either(ATTACKS)}"
-    return "" if round(run.attackers * run.clients) else f"of {run.clients} clients that is none; give a larger share"
-
-
-def _public(run: Any) -> str:
-    return (
-        ""
-        if run.epsilon is not None or run.noise_multiplier is not None
-        else "the run is not private; give epsilon, its budget, or noise_multiplier"
-    )
-
-
-def _not_clipped(run: Any) -> str:
-    return "" if run.clip is not None or not _public(run) else "nothing is clipped; give clip, the first round's"
-
-
-def _private(run: Any) -> str:
-    return "" if _public(run) else "the run is private, and clip bounds every upload"
-
-
-def _unused_attack(run: Any) -> str:
-    return "" if run.attackers else "there are no attackers; give their share, as attackers=0.2"
-
-
-# ---------------------------------------------------------------------- the settings
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to run, whatever the algorithm."""
@@ -131,7 +18,7 @@ class Settings:
     seed: Annotated[int, About("the seed of everything random")] = 0
     clients_per_round: Annotated[int, About("how many clients train in a round", least=1)] = 10
     batch_size: Annotated[int, About("examples in a batch of a client", least=1)] = 10
-    epochs: Annotated[int, About("passes over a client's examples in a round", least=1, idle=_overruled)] = 1
+    epochs: Annotated[int, About("passes over a client's examples in a round", least=1, idle=why.overruled)] = 1
     local_steps: Annotated[int | None, About("this many batches in a round instead of epochs", least=1)] = None
     evaluate_every: Annotated[
         int,
@@ -200,7 +87,7 @@ class Settings:
     ] = "float32"
     entropy: Annotated[
         bool,
-        About("int8 and int4 in a code of variable length, where that makes a message shorter", idle=_not_coded),
+        About("int8 and int4 in a code of variable length, where that makes a message shorter", idle=why.not_coded),
     ] = True
     messages: Annotated[
         str,
@@ -223,11 +110,11 @@ class Settings:
     bound: Annotated[
         float,
         About(
-            "how many times as far from the server's state as usual an upload may be; one that is farther, or not "
-            "finite, is left out and its client named in the record; 0: any: "
+            "how many times as far from the server's state as usual an upload may be, where a step back counts 2.5 "
+            "times; one that is farther, or not finite, is left out and its client named in the record; 0: any: "
             "[algorithms.md](algorithms.md#uploads-that-are-left-out)",
             least=0,
-            idle=_private,
+            idle=why.private,
         ),
     ] = 8.0
     clip: Annotated[
@@ -245,7 +132,7 @@ class Settings:
             "none: a fixed clip: [privacy.md](privacy.md#a-clip-that-adapts)",
             above=0,
             below=1,
-            idle=_not_clipped,
+            idle=why.not_clipped,
         ),
     ] = None
     epsilon: Annotated[
@@ -266,25 +153,25 @@ class Settings:
         ),
     ] = None
     delta: Annotated[
-        float, About("in private, δ: less than one over the number of clients", above=0, below=1, idle=_public)
+        float, About("in private, δ: less than one over the number of clients", above=0, below=1, idle=why.public)
     ] = 1e-5
     lr_schedule: Annotated[
         str,
         About(
             "how the clients' learning rates change from round to round: [below](#learning-rates-by-the-round)",
-            idle=_no_rate,
+            idle=why.no_rate,
         ),
     ] = "constant"
-    server_lr_schedule: Annotated[str, About("the same for those of the server's optimisers", idle=_no_server_rate)] = (
-        "constant"
-    )
+    server_lr_schedule: Annotated[
+        str, About("the same for those of the server's optimisers", idle=why.no_server_rate)
+    ] = "constant"
     statistics: Annotated[
         str,
         About(
             "for a network with BatchNorm: `shared` statistics travel and are pooled, `local` ones stay with each "
             "client; `batch`: only the current batch's are used: [batchnorm.md](batchnorm.md)",
             ("shared", "local", "batch"),
-            idle=_without_norms,
+            idle=why.without_norms,
         ),
     ] = "shared"
     report_statistics: Annotated[
@@ -292,11 +179,11 @@ class Settings:
         About(
             "which statistics a client reports: of the model it `received`, the `final` one, or `running` averages",
             ("received", "running", "final"),
-            idle=_not_reported,
+            idle=why.not_reported,
         ),
     ] = "received"
     statistics_momentum: Annotated[
-        float, About("how much of a round's statistics the server adopts", above=0, most=1, idle=_not_pooled)
+        float, About("how much of a round's statistics the server adopts", above=0, most=1, idle=why.not_pooled)
     ] = 1.0
     metrics: Annotated[
         tuple[str, ...],
@@ -314,7 +201,7 @@ class Settings:
             least=0,
             below=1,
             simulated=True,
-            idle=_nobody_unseen,
+            idle=why.nobody_unseen,
         ),
     ] = 0.0
     patience: Annotated[
@@ -323,13 +210,16 @@ class Settings:
             "stop after this many evaluations without a better one; none: never",
             least=1,
             simulated=True,
-            idle=_unjudged,
+            idle=why.unjudged,
         ),
     ] = None
     keep: Annotated[
         str,
         About(
-            "`best`: keep the model of the best evaluation as well", ("last", "best"), simulated=True, idle=_unjudged
+            "`best`: keep the model of the best evaluation as well",
+            ("last", "best"),
+            simulated=True,
+            idle=why.unjudged,
         ),
     ] = "last"
     by: Annotated[
@@ -338,15 +228,20 @@ class Settings:
             "the field of the records by which evaluations are compared; `-NAME` if less is better (assumed for a "
             "loss, an error, `nll`, `ece` and `brier`); auto: `global_accuracy`, or `global_loss` where there is none",
             simulated=True,
-            idle=_nothing_judged,
+            idle=why.nothing_judged,
         ),
     ] = "auto"
     attack: Annotated[
         str,
-        About(f"what hostile clients do: {either(ATTACKS)}", ("none", *ATTACKS), simulated=True, idle=_unused_attack),
+        About(
+            f"what hostile clients do: {either(ATTACKS)}",
+            ("none", *ATTACKS),
+            simulated=True,
+            idle=why.unused_attack,
+        ),
     ] = "none"
     attackers: Annotated[
-        float, About("the share of clients that are hostile", least=0, below=1, simulated=True, idle=_nobody)
+        float, About("the share of clients that are hostile", least=0, below=1, simulated=True, idle=why.nobody)
     ] = 0.0
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Tree
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.mstep import ascent, descend, settle
+from fedprior.em.reception import Earlier
 from fedprior.em.statistics import is_stacked
 from fedprior.priors import Assignment
 
@@ -39,8 +40,8 @@ class Sums:
     weight: float = 0.0
     clients: int = 0
     reports: list[Tree] = field(default_factory=list)
-    distances: dict[str, list[Tensor]] = field(default_factory=dict)
-    """How far every upload so far was from the server's state, by section; also of those that were left out."""
+    earlier: Earlier = field(default_factory=Earlier)
+    """What tells how far the next upload may be from the server's state."""
 
     def mean(self, role: str) -> Tree:
         """Σ_s n_s x_s / Σ_s n_s of this role's sections, in the precision of the uploads; the sums are then gone."""

@@ -210,7 +210,7 @@ def conclude_folded(
 ) -> Conclusion:
     """`conclude` for uploads that were folded in one by one, as far as they were not left out."""
     updated = m_step_folded(algorithm, server, sums, optimiser, share.fraction, rate=rate) if sums.clients else server
-    usual = after_all(server, sums.distances)
+    usual = after_all(server, sums.earlier)
     updated = {**updated, **({"usual": usual} if usual else {})}
     everyone = torch.ones(sums.clients, dtype=torch.bool)
     return Conclusion(updated, _sound(updated, False), torch.zeros(sums.clients), everyone)

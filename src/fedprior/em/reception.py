@@ -5,12 +5,17 @@
               if it is larger, at most bound times: steps may grow several times between a run's first rounds
     kept_s    d_s ≤ bound · usual, for each section of the message: weights, control variates, statistics
 
+In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 others:
+
+    Σ_{t≠s} cos(φ_s − w, φ_t − w) < −0.3 √(S − 1)
+
 Whoever is left out counts as if it had not answered: what remains is the cohort. Nothing waits for the device if the
 runs are stacked; then an upload that is left out is replaced by one that is kept, and weighs nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,10 +27,18 @@ from fedprior.core.trees import Params, Tree
 from fedprior.core.weighting import Share, without_weight
 from fedprior.em.algorithm import Algorithm
 from fedprior.em.lifting import lifting
-from fedprior.wire import Section
 
 SECTION = "usual"
 """Where the server's state has the medians of the last rounds."""
+STEP = "weights"
+"""The section in which a step's direction counts."""
+AGAINST = 2.5
+"""How many times the distance of a step counts that points against those of the others."""
+CLEARLY = 0.3
+"""How negative the sum of a step's cosines with n others must be, over √n: the length of a sum of n steps of length one
+that have nothing in common. Late in a run few honest steps have much in common."""
+SEVERAL = 3
+"""Of so many uploads, the lower median is not that of the farthest alone, and two can say that one points back."""
 
 
 class Reception(NamedTuple):
@@ -36,7 +49,7 @@ class Reception(NamedTuple):
     uploads: Tree
     share: Share
     apart: Tensor
-    """Each upload's distance as a multiple of the usual one; infinite if it is not finite."""
+    """Each upload's distance as a multiple of the usual one, as it counts; infinite if it is not finite."""
     kept: Tensor
     """Which uploads count."""
 
@@ -71,10 +84,13 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
 
     def apart(uploads: Tree, server: Tree, fine: Tensor) -> tuple[Params, Tensor]:
         usual, farthest = Params(), torch.zeros(fine.shape, dtype=torch.float64, device=fine.device)
-        for name, distance in distances(algorithm, uploads, server).items():
+        found, products = distances(algorithm, uploads, server)
+        for name, distance in found.items():
             before = server[SECTION][name]
             typical, middle = _usual(distance, before, fine, algorithm.bound)
             ratio = torch.where(typical > 0, distance / typical, 0.0)
+            if name == STEP and products is not None:
+                ratio = ratio * torch.where(_against(products, distance), AGAINST, 1.0)
             farthest = torch.maximum(farthest, ratio.nan_to_num(torch.inf, torch.inf))
             usual[name] = torch.cat([before[1:], middle])
         return usual, torch.where(fine, farthest, torch.inf)
@@ -82,48 +98,56 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
     return apart
 
 
-def distances(algorithm: Algorithm, uploads: Tree, server: Tree) -> Params:
-    """The distance of each upload of a cohort from the server's state, for each section of the message."""
-    layout = algorithm.uplink(server)
-
-    def each(upload: Tree) -> Params:
-        known = {name: gate for name, gate in upload.get("gates", {}).items() if name not in layout.marks}
-        found = {}
-        for name, section in layout.sections.items():
-            left = section.support or section.mask
-            found[name] = _distance(section, upload[name], server.get(name, {}), left(known) if left else {})
-        return found
-
-    return torch.func.vmap(each)(uploads)
+def _against(products: Tensor, distance: Tensor) -> Tensor:
+    """Which steps point against those of the others, each of which counts alike, however long it is."""
+    along = (products / distance).nan_to_num(0.0, 0.0, 0.0).sum(1)  # with its own, which is its distance
+    return along < distance * (1 - CLEARLY * math.sqrt(len(distance) - 1))
 
 
-def _distance(section: Section, sent: Params, known: Params, masks: Params) -> Tensor:
-    """‖sent − known‖ over what the masks leave; ‖sent‖ if what is sent is a difference already or has no counterpart.
+def distances(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params, Tensor | None]:
+    """The distance of each upload of a cohort from the server's state, for each section of the message; and the inner
+    products of their steps, if these are steps of one model and there are enough to tell a direction.
 
+    ‖sent − known‖ over what the masks leave; ‖sent‖ if what is sent is a difference already or has no counterpart.
     From several models, as in a mixture, it is the distance to the nearest.
     """
+    found, products = Params(), []
+    for name in algorithm.uplink(server).sections:
+        parts = []
+        for step in _steps(algorithm, name, uploads, server):
+            parts.append(torch.linalg.vector_norm(step, dim=2, dtype=torch.float64))
+            if name == STEP and step.shape[1] == 1 and len(step) >= SEVERAL:
+                products.append(step[:, 0] @ step[:, 0].T)
+        found[name] = torch.linalg.vector_norm(torch.stack(parts), dim=0).amin(1)
+    return found, torch.stack(products).sum(0) if products else None
+
+
+def _steps(algorithm: Algorithm, name: str, uploads: Tree, server: Tree) -> Iterator[Tensor]:
+    """A section of a cohort's uploads less what the server knows, where it was sent, [cohort, models, numbers]: some
+    tensors at a time, because all at once would double the memory of a round."""
+    layout, sent, known = algorithm.uplink(server), uploads[name], server.get(name, {})
+    section = layout.sections[name]
+    left = section.support or section.mask
+    own = {layer: gate for layer, gate in uploads.get("gates", {}).items() if layer not in layout.marks}
+    masks = torch.func.vmap(left)(own) if left and own else Params()
     base = {name: known[name] for name in sent if section.relative and name in known}
-    parts = []
     for names in _alike([name for name in sent if name != COUNT], sent, base, masks):
         first = names[0]
-        apart = trees.joined_rows([sent[name] for name in names], 0)
+        step = trees.joined_rows([sent[name] for name in names], 1).unsqueeze(1)
         if first in base:
-            apart = apart - trees.joined_rows([base[name] for name in names], base[first].dim() - sent[first].dim())
+            step = step - trees.joined_rows([base[name] for name in names], base[first].dim() + 1 - sent[first].dim())
         if first in masks:
-            closed = trees.joined_rows([masks[name].expand_as(sent[name]) for name in names], 0) <= 0
-            apart = torch.where(closed, 0.0, apart)
-        rows = apart if apart.dim() > 1 else apart.unsqueeze(0)
-        parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
-    distance: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0).amin()
-    return distance
+            closed = trees.joined_rows([masks[name].expand_as(sent[name]) for name in names], 1) <= 0
+            step = torch.where(closed.unsqueeze(1), 0.0, step)
+        yield step
 
 
 def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[list[str]]:
     """The names in groups whose distances are computed together; a large tensor is a group by itself."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
-        large = name if sent[name].numel() >= trees.SMALL else ""
-        several = base[name].dim() - sent[name].dim() if name in base else -1
+        large = name if sent[name][0].numel() >= trees.SMALL else ""
+        several = base[name].dim() + 1 - sent[name].dim() if name in base else -1
         groups.setdefault((large, several, name in masks, sent[name].dtype), []).append(name)
     return list(groups.values())
 
@@ -143,33 +167,57 @@ def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -
 
 
 # ---------------------------------------------------------------------- one by one
-SEVERAL = 3
-"""Of so many uploads that arrive one by one, the lower median is not that of the farthest alone."""
+@dataclass
+class Earlier:
+    """What is kept of the uploads that a round has received so far, also of those that were left out."""
+
+    distances: dict[str, list[Tensor]] = field(default_factory=dict)
+    """How far each was from the server's state, by section."""
+    heading: list[Tensor] = field(default_factory=list)
+    """Σ_t (φ_t − w) / d_t, some tensors at a time."""
 
 
-def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: dict[str, list[Tensor]]) -> float:
+def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier) -> float:
     """How far away an upload is that is judged as it arrives, as a multiple of the usual distance.
 
     In a run's first round, those before it say what is usual, and the very first is taken. In the next ones the round's
-    own median counts once there are several, or else the first would be its own measure. The distance is added to
-    `earlier`.
+    own median counts once there are several, or else the first would be its own measure; and so does the direction of
+    those before it. The upload is added to them.
     """
-    apart = 0.0
-    for name, distance in distances(algorithm, trees.stack([upload]), server).items() if algorithm.bound else ():
-        earlier.setdefault(name, []).append(distance[0])
-        growth = algorithm.bound if len(earlier[name]) >= SEVERAL else 1.0
-        typical, _ = _median(torch.stack(earlier[name]), server[SECTION][name], growth)
-        ratio = float(distance[0] / typical) if float(typical) > 0 else 0.0
+    apart, alone = 0.0, trees.stack([upload])
+    for name, distance in distances(algorithm, alone, server)[0].items() if algorithm.bound else ():
+        known = earlier.distances.setdefault(name, [])
+        known.append(distance[0])
+        far, several = float(distance), len(known) >= SEVERAL
+        typical, _ = _median(torch.stack(known), server[SECTION][name], algorithm.bound if several else 1.0)
+        ratio = far / float(typical) if float(typical) > 0 else 0.0
+        if name == STEP:
+            along = _turn(earlier.heading, _steps(algorithm, name, alone, server), far)
+            ratio *= AGAINST if several and along < -CLEARLY * far * math.sqrt(len(known) - 1) else 1.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
 
 
-def after_all(server: Tree, distances: dict[str, list[Tensor]]) -> Params:
+def _turn(heading: list[Tensor], steps: Iterator[Tensor], distance: float) -> float:
+    """⟨φ − w, heading⟩ of one upload, which is then added to the heading; 0 if its server has several models."""
+    along = 0.0
+    for place, step in enumerate(steps if 0 < distance < math.inf else ()):
+        if step.shape[1] > 1:
+            break
+        row = step[0, 0]
+        if place == len(heading):
+            heading.append(torch.zeros_like(row))
+        along += float(row @ heading[place])
+        heading[place].add_(row, alpha=1 / distance)
+    return along
+
+
+def after_all(server: Tree, earlier: Earlier) -> Params:
     """The medians of the last rounds, with that of a round whose uploads were judged one by one."""
     return {
-        name: torch.cat([before[1:], _median(torch.stack(distances[name]), before)[1]])
+        name: torch.cat([before[1:], _median(torch.stack(earlier.distances[name]), before)[1]])
         for name, before in server.get(SECTION, {}).items()
-        if name in distances
+        if name in earlier.distances
     }
 
 

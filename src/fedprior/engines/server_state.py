@@ -160,7 +160,7 @@ def stands_still(records: Sequence[Record], cohort: int) -> bool:
 def _too_far(times: float) -> str:
     if math.isinf(times):
         return "its upload or its loss is not finite, or as good as: left out"
-    return f"its upload is {times:.3g} times as far from the server's state as usual: left out"
+    return f"its upload counts as {times:.3g} times as far from the server's state as usual: left out"
 
 
 def client_diverged(client: int, number: int) -> DivergedError:

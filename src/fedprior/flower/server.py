@@ -148,7 +148,7 @@ class Server:
         if turn.sums is None:
             return upload
         weight = upload.examples if self.job.settings.weighting == "examples" else 1
-        apart = one_apart(self.job.algorithm, turn.server, upload.message, turn.sums.distances)
+        apart = one_apart(self.job.algorithm, turn.server, upload.message, turn.sums.earlier)
         if apart <= self._most:
             fold(self.job.algorithm, turn.server, turn.sums, upload.message, float(weight))
         return upload._replace(message={}, apart=apart)

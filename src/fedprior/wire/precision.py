@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fedprior.core.settings import directions
+from fedprior.core.choices import directions
 from fedprior.wire.layout import Layout
 
 
