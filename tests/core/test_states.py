@@ -83,6 +83,30 @@ def test_rows_of_a_stack_keep_their_places() -> None:
     assert trees.stack([{"a": torch.tensor(5)}, {"a": torch.tensor(6)}])["a"].tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("small", [1, 5, 1000])
+def test_few_long_tensors_are_mapped_as_many_short_ones(dims: int, small: int, monkeypatch) -> None:
+    monkeypatch.setattr(trees, "SMALL", small)
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a": (2, 3), "b": (2, 3, 4), "c": (2, 3, 2, 3), "d": (2, 3, 5)}
+    one = {"x": {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}}
+    one["x"]["a"] = one["x"]["a"].double()
+    two = trees.tree_map(torch.randn_like, one)
+    flags = torch.tensor([True, False])
+    chosen = flags.reshape(-1, *[1] * dims)
+
+    def choose(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(chosen, new, old)
+
+    found = dict(trees.leaves(trees.map_rows(choose, dims, one, two)))
+    mean = dict(trees.leaves(trees.map_rows(lambda rows: rows.mean(0), dims, one)))
+    for path, value in trees.leaves(one):
+        other = two["x"][path.split("/")[1]]
+        expected = torch.stack([value[0], other[1]])
+        torch.testing.assert_close(found[path], expected, rtol=0, atol=0)
+        torch.testing.assert_close(mean[path], value.mean(0))
+
+
 def test_a_clone_has_memory_of_its_own() -> None:
     tree = {"a": {"x": torch.ones(2)}, "b": {"y": torch.zeros(3)}}
     copy = trees.clone(tree)

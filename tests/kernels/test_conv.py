@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call, grad, vmap
 
 from fedprior.kernels import BatchedKernels
-from fedprior.kernels.conv import Tile, forward, grad_input, grad_weight
+from fedprior.kernels.conv import Tile, forward, grad_bias, grad_input, grad_weight
 
 quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -76,6 +76,23 @@ def test_every_tile_gives_the_same_numbers(device, swap, unroll, depth):
     dw, db = grad_weight(x, g, weight.shape[3:], stride, padding, True, tile)
     close(dw, leaves[1].grad.float())
     close(db, leaves[2].grad.float())
+
+
+@pytest.mark.parametrize("splits", [0, 1, 4])
+@pytest.mark.parametrize("shape", [(5, 3, 7, 3), (1, 2, 1, 1), (64, 1, 1, 1), (9, 2, 33, 40), (2, 1, 70, 61)])
+def test_the_biases_gradient_is_the_sum(device, shape, splits):
+    """Odd numbers of images and places, one of each, more than a program reads at once, and shares without an image."""
+    generator = torch.Generator().manual_seed(0)
+    g = (torch.randn(3, *shape, generator=generator) + 1).to(device)
+    close(grad_bias(g, splits), g.double().sum((1, 3, 4)).float())
+
+
+def test_the_biases_gradient_of_strided_gradients(device):
+    """Every other client's, all clients' the same, and channels-last."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(4, 3, 5, 2, 6, generator=generator).to(device)
+    for each in (g[::2], g[:1].expand(4, *g.shape[1:]), g.movedim(2, 4), g[:, :, 1:3]):
+        close(grad_bias(each, 2), each.double().sum((1, 3, 4)).float())
 
 
 class Net(torch.nn.Module):

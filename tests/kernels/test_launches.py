@@ -42,8 +42,9 @@ def launches(monkeypatch):
 def model():
     """A layer of each kind that has a kernel."""
     first = [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3)]
-    second = [nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)]
-    return nn.Sequential(*first, *second)
+    second = [nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU()]
+    last = [nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*first, *second, *last)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # Triton's interpreter is numpy, which warns of it
@@ -52,9 +53,10 @@ def test_a_round_launches_every_kernel(on_kernels, launches):
     task = fedprior.own_task(model(), small_clients((3, 4), (2, 2)), batch_size=4, rounds=1, clients_per_round=2)
     fedprior.run(task, "fedsparse", **on_kernels)
     assert set(launches) == {name for name, _ in kernels()}
-    # Two layers with gates, one step: one launch per layer, whatever the number of clients.
-    assert launches["gate_kernels.scale_backward_kernel"] == 2
-    assert launches["conv_kernels.weight_kernel"] == 2
+    # Three layers with gates, one step: one launch per layer, whatever the number of clients.
+    assert launches["gate_kernels.scale_backward_kernel"] == 3
+    assert launches["conv_kernels.weight_kernel"] == 3
+    assert launches["conv_kernels.bias_kernel"] == 1
     assert launches["norm_kernels.norm_backward_kernel"] == 1
 
 

@@ -301,9 +301,11 @@ def test_the_floor_of_all_layers_at_once_equals_that_of_each(seed, least, closed
     draw = torch.Generator().manual_seed(seed)
     scores = {layer: torch.randn(shape, generator=draw) for layer, shape in gating.gate_shapes.items()}
     gates = {layer: (torch.rand(value.shape, generator=draw) > closed).float() for layer, value in scores.items()}
-    assert [{k: v.tolist() for k, v in part.items()} for part in gating.floor(gates, scores)] == [
-        {k: v.tolist() for k, v in part.items()} for part in Gating.floor(gating, gates, scores)
-    ]
+    joint = gating.join(gates), gating.join(scores)
+    (kept, acted), (each, acted_on) = gating.joint_floor(*joint), Gating.joint_floor(gating, *joint)
+    assert torch.equal(kept, each)
+    assert {k: float(v) for k, v in acted.items()} == {k: float(v) for k, v in acted_on.items()}
+    assert torch.equal(gating.totals(kept), Gating.totals(gating, kept))
 
 
 def test_the_floor_acts_layer_by_layer():

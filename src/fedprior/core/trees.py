@@ -52,6 +52,42 @@ def flat(leaf: Tensor, dims: int) -> Tensor:
     return leaf.flatten(dims) if leaf.dim() > dims else leaf.unsqueeze(-1)
 
 
+def map_rows(fn: Callable[..., Tensor], dims: int, tree: Nest, *rest: Nest) -> Nest:
+    """`tree_map` for a function that treats all numbers behind the first `dims` dimensions alike, and keeps them last.
+
+    It is given small tensors of a type as one: for most of them, a GPU takes longer to launch than to compute.
+    """
+    shapes = {path: leaf.shape[dims:] for path, leaf in leaves(tree)}
+    mapped: Params = {}
+    for paths, *several in zip(_alike(tree, dims), *(few_rows(each, dims) for each in (tree, *rest)), strict=True):
+        out = fn(*several)
+        pieces = out.split([shapes[path].numel() for path in paths], -1)
+        mapped |= {path: x.reshape((*out.shape[:-1], *shapes[path])) for path, x in zip(paths, pieces, strict=True)}
+    each = iter([mapped[path] for path in shapes])
+    return tree_map(lambda _: next(each), tree)
+
+
+def few_rows(tree: Any, dims: int) -> list[Tensor]:
+    """A tree's numbers, for each index of its tensors' first `dims` dimensions; small tensors of a type are joined."""
+    found = dict(leaves(tree))
+    return [joined_rows([found[path] for path in paths], dims) for paths in _alike(tree, dims)]
+
+
+def _alike(tree: Any, dims: int) -> list[list[str]]:
+    """The paths of tensors that are joined; a large tensor is alone."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for path, leaf in leaves(tree):
+        large = path if leaf.shape[dims:].numel() >= SMALL else ""
+        groups.setdefault((large, leaf.dtype), []).append(path)
+    return list(groups.values())
+
+
+def joined_rows(values: Sequence[Tensor], dims: int) -> Tensor:
+    """`flat` for several tensors, one after the other."""
+    rows = [flat(value, dims) for value in values]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+
+
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Do `target.copy_(source)` for each pair; on a GPU, with one launch per kind of tensor."""
     if targets:

@@ -194,16 +194,10 @@ def _sound(server: Tree, vectorised: bool) -> Tensor:
 
 def _where(moved: Tensor, after: Tree, before: Tree) -> Tree:
     """The state after an M-step for the runs in which some upload counted, and the one before it for the others."""
-    known = dict(trees.leaves(before))
-    return {
-        section: {
-            name: torch.where(moved.reshape(-1, *[1] * (new.dim() - 1)), new, known[path])
-            if (path := f"{section}/{name}") in known
-            else new
-            for name, new in values.items()
-        }
-        for section, values in after.items()
-    }
+    known = {name: {k: before[name][k] for k in part if k in before.get(name, {})} for name, part in after.items()}
+    moving = {name: {k: after[name][k] for k in part} for name, part in known.items()}
+    chosen = trees.map_rows(lambda new, old: torch.where(moved[:, None], new, old), 1, moving, known)
+    return {name: {**part, **chosen[name]} for name, part in after.items()}
 
 
 def conclude_folded(
@@ -242,7 +236,4 @@ def rehearse(
 # ---------------------------------------------------------------------- overflow
 def finite(tree: Tree, dims: int) -> Tensor:
     """Whether all numbers are finite, for each index of the first `dims` dimensions (runs or clients)."""
-    rows = [trees.flat(leaf, dims) for _, leaf in trees.leaves(tree)]
-    small = [row for row in rows if row.shape[-1] < trees.SMALL]
-    parts = [row for row in rows if row.shape[-1] >= trees.SMALL] + ([torch.cat(small, -1)] if small else [])
-    return torch.stack([part.sum(-1) for part in parts]).isfinite().all(0)
+    return torch.stack([rows.sum(-1) for rows in trees.few_rows(tree, dims)]).isfinite().all(0)

@@ -133,11 +133,11 @@ def _steps(algorithm: Algorithm, name: str, uploads: Tree, server: Tree) -> Iter
     base = {name: known[name] for name in sent if section.relative and name in known}
     for names in _alike([name for name in sent if name != COUNT], sent, base, masks):
         first = names[0]
-        step = _joined([sent[name] for name in names], 1).unsqueeze(1)
+        step = trees.joined_rows([sent[name] for name in names], 1).unsqueeze(1)
         if first in base:
-            step = step - _joined([base[name] for name in names], base[first].dim() + 1 - sent[first].dim())
+            step = step - trees.joined_rows([base[name] for name in names], base[first].dim() + 1 - sent[first].dim())
         if first in masks:
-            closed = _joined([masks[name].expand_as(sent[name]) for name in names], 1) <= 0
+            closed = trees.joined_rows([masks[name].expand_as(sent[name]) for name in names], 1) <= 0
             step = torch.where(closed.unsqueeze(1), 0.0, step)
         yield step
 
@@ -150,12 +150,6 @@ def _alike(names: list[str], sent: Params, base: Params, masks: Params) -> list[
         several = base[name].dim() + 1 - sent[name].dim() if name in base else -1
         groups.setdefault((large, several, name in masks, sent[name].dtype), []).append(name)
     return list(groups.values())
-
-
-def _joined(values: list[Tensor], dims: int) -> Tensor:
-    """The numbers of some tensors in one row, for each index of the first `dims` dimensions."""
-    rows = [trees.flat(value, dims) for value in values]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
 def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -246,7 +240,7 @@ def _weightless(uploads: Tree, share: Share, kept: Tensor, weighs: bool) -> tupl
     rows = torch.arange(kept.shape[0], device=kept.device).unsqueeze(1)
     own = torch.arange(kept.shape[1], device=kept.device)
     chosen = torch.where(kept, own, kept.to(torch.uint8).argmax(1, keepdim=True))
-    uploads = trees.tree_map(lambda leaf: leaf[rows, chosen], uploads)
+    uploads = trees.map_rows(lambda leaf: leaf[rows, chosen], 2, uploads)
     if COUNT in uploads.get("statistics", {}):
         reported = uploads["statistics"]
         uploads = {**uploads, "statistics": {**reported, COUNT: reported[COUNT] * kept}}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedprior.core.batch_norm import value_count
 from fedprior.core.operations import batched
 from fedprior.kernels.function import Batched
-from fedprior.kernels.launch import strided, target
+from fedprior.kernels.launch import blocks, strided, target
 
 TILE = 2048
 """How many numbers a program reads at once."""
@@ -42,11 +42,8 @@ def normalise(
 
 
 def _launch(x: Tensor) -> tuple[dict[str, Any], tuple[int]]:
-    images, channels, size = x.shape[1], x.shape[2], prod(x.shape[3:])
-    columns = min(1 << (size - 1).bit_length(), TILE)
-    rows = min(1 << (images - 1).bit_length(), TILE // columns)
-    sizes = {"C": channels, "SIZE": size, "BI": rows, "BS": columns, "num_warps": 8 if rows * columns > 1024 else 4}
-    return sizes, (x.shape[0] * channels,)
+    clients, images, channels, size = *x.shape[:3], prod(x.shape[3:])
+    return {"C": channels, "SIZE": size, **blocks(images, size, TILE)}, (clients * channels,)
 
 
 def forward(

@@ -9,12 +9,14 @@ from math import prod
 
 from torch import Tensor
 
-from fedprior.kernels.launch import cdiv, power, precision, row_grid, strided, target
+from fedprior.kernels.launch import blocks, cdiv, power, precision, row_grid, strided, target
 
 Pair = tuple[int, int]
 
 PROGRAMS = 528
 """How many programs keep a large GPU busy: four on each of 132 multiprocessors."""
+SUMMED = 4096
+"""How many numbers a program of the bias's gradient reads at once: few programs must keep the memory busy."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,19 @@ def choose_weight(outputs: int, depth: int, positions: int, clients: int) -> Til
     rows = min(64, power(outputs))
     block = min(128 if rows == 64 or depth < 128 else 64, power(depth))
     tiles = cdiv(outputs, rows) * cdiv(depth, block) * clients
+    return Tile(rows, 32, block, swap=rows < 64 <= block, splits=shares(tiles, positions, 320))
+
+
+def shares(programs: int, count: int, least: int) -> int:
+    """Into how many shares a sum over `count` is split, of at least `least` each, if there are too few programs.
+
+    >>> shares(320, 64, 11), shares(60, 64, 11), shares(1, 1, 9)
+    (1, 4, 1)
+    """
     splits = 1
-    while splits < 64 and tiles * splits < PROGRAMS // 2 and positions >= 2 * splits * 320:
+    while splits < 64 and programs * splits < PROGRAMS // 2 and count >= 2 * splits * least:
         splits *= 2
-    return Tile(rows, 32, block, swap=rows < 64 <= block, splits=splits)
+    return splits
 
 
 def forward(
@@ -187,4 +198,24 @@ def grad_weight(
             partial, weight, inputs, outputs, prod(kernel), SPLITS=tile.splits, BLOCK=block, num_warps=4
         )
     # Not in the kernel: with one more use of the gradient there, Triton 3.6 gave wrong products on an H200.
-    return weight, grad.sum((1, 3, 4)) if bias else x.new_empty(clients, 0)
+    return weight, grad_bias(grad) if bias else x.new_empty(clients, 0)
+
+
+def grad_bias(grad: Tensor, splits: int = 0) -> Tensor:
+    """The gradient for the bias: `grad.sum((1, 3, 4))`, added up in one fixed order."""
+    from fedprior.kernels.conv_kernels import bias_kernel, reduce_kernel
+
+    grad = strided(grad)
+    clients, images, outputs, size = *grad.shape[:3], prod(grad.shape[3:])
+    splits = splits or shares(outputs * clients, images, cdiv(2 * SUMMED, size))
+    share = cdiv(images, splits)
+    partial = grad.new_empty(clients, splits, outputs)
+    with target(grad):
+        bias_kernel[(outputs * splits * clients,)](
+            grad, partial, grad.stride(0), images, share, outputs, size, SPLITS=splits, **blocks(share, size, SUMMED)
+        )
+        if splits == 1:
+            return partial.squeeze(1)
+        out = grad.new_empty(clients, outputs)
+        reduce_kernel[row_grid(clients, outputs, 32)](partial, out, 1, outputs, 1, SPLITS=splits, BLOCK=32, num_warps=4)
+    return out

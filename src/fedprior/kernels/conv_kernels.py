@@ -206,3 +206,26 @@ def reduce_kernel(
     at = partial + client * (SPLITS * SIZE) + source[None, :] + share[:, None]
     total = tl.sum(tl.load(at, mask=(j < SIZE)[None, :], other=0.0), axis=0)
     tl.store(weight + client * (O * K) + j, total, mask=j < O * K)
+
+
+@triton.jit
+def bias_kernel(
+    grad, partial, grad_stride, images, share,
+    O: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BI: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """The bias's gradient over one share of the images: a program sums one channel's places."""
+    o = tl.program_id(0) % O
+    split = tl.program_id(0) // O % SPLITS
+    client = (tl.program_id(0) // (O * SPLITS)).to(tl.int64)
+    source = grad + client * grad_stride + o * SIZE
+    i = tl.arange(0, BI)
+    s = tl.arange(0, BS)
+    start = split * share
+    end = tl.minimum(start + share, images)
+    total = tl.zeros([BI, BS], dtype=tl.float32)
+    for first in range(start, end, BI):
+        image = first + i
+        for place in range(0, SIZE, BS):
+            known = (image < end)[:, None] & (place + s < SIZE)[None, :]
+            total += tl.load(source + image[:, None] * (O * SIZE) + (place + s)[None, :], mask=known, other=0.0)
+    tl.store(partial + (client * SPLITS + split) * O + o, tl.sum(tl.sum(total, axis=1), axis=0))

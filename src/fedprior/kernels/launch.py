@@ -30,6 +30,17 @@ def power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def blocks(images: int, size: int, tile: int) -> dict[str, int]:
+    """How a program reads one channel's places, image after image: at most `tile` numbers at once, whole rows first.
+
+    >>> blocks(64, 784, 4096), blocks(5, 1, 4096), blocks(2, 5000, 2048)
+    ({'BI': 4, 'BS': 1024, 'num_warps': 8}, {'BI': 8, 'BS': 1, 'num_warps': 4}, {'BI': 1, 'BS': 2048, 'num_warps': 8})
+    """
+    columns = min(1 << (size - 1).bit_length(), tile)
+    rows = min(1 << (images - 1).bit_length(), tile // columns)
+    return {"BI": rows, "BS": columns, "num_warps": 8 if rows * columns > 1024 else 4}
+
+
 def precision() -> str:
     """TF32 products where torch would use them for a convolution, else plain float32."""
     return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"

@@ -85,19 +85,18 @@ class LocalGates(Gated):
         return "clients choose gates, and which they choose depends on their data; fednarrow's are the server's"
 
     def sent(self, gates: Gates, state: Tree) -> Params:
-        own = self.gating.rows(gates)
         known = state["gates"] if "gates" in state else state.get("open")
         if known is None:
-            return own
+            return self.gating.rows(gates)
         # Messages are read on the host, wherever the server's state is.
-        left = self.gating.mask({layer: value.to(gates[layer].device) for layer, value in known.items()})
-        return left | {name: mask * left[name] if name in left else mask for name, mask in own.items()}
+        return self.gating.mask({layer: value.to(gates[layer].device) for layer, value in known.items()}, gates)
 
     def leave(self, weights: Params, gates: Gates, state: Tree) -> Params:
         """The weights of an upload: those that `sent` marks, and zero elsewhere."""
-        own = self.gating.scale(weights, self.gating.join(gates))
         known = state["gates"] if "gates" in state else state.get("open")
-        return own if known is None else self.gating.prune(own, known)
+        if known is None:
+            return self.gating.scale(weights, self.gating.join(gates))
+        return self.gating.prune(weights, known, gates)
 
 
 class GlobalGates(Gated):

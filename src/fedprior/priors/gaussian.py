@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprior.core.trees import Params, Tree
+from fedprior.core.trees import Params, Tree, map_rows
 from fedprior.core.weighting import averaging, weighted
 from fedprior.priors.base import Assignment, Prior
 
@@ -47,8 +47,7 @@ class Gaussian(Prior):
 
     def solve(self, assignments: Assignment, server: Tree, weight: Tensor | None = None) -> Tree:
         """w = Σ_s n_s φ_s / Σ_s n_s."""
-        mean_of = averaging(weight)
-        return {**server, "weights": {name: mean_of(value) for name, value in assignments.weights.items()}}
+        return {**server, "weights": map_rows(averaging(weight), 1, assignments.weights)}
 
 
 def squared_distance(a: Params, b: Params, mask: Params | None = None) -> Tensor:

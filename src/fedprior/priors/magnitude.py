@@ -88,9 +88,10 @@ class MagnitudeGates(LocalGates):
         """The silent norms of all layers in one vector; layers that read no gated unit never lose anything."""
         if isinstance(state, Received):
             return state.known.silent[0]
-        found, like = state["silent"], next(iter(state["weights"].values()))
-        shapes = self.gating.gate_shapes.items()
-        return self.gating.join({layer: found.get(layer, like.new_zeros(shape)) for layer, shape in shapes})
+        found, shapes = state["silent"], self.gating.gate_shapes
+        like = next(iter(state["weights"].values()))
+        nothing = {layer: like.new_zeros(shape) for layer, shape in shapes.items() if layer not in found}
+        return self.gating.join({**found, **nothing})
 
     def _thresholds(self, norms: Tensor, logits: Tensor | float) -> Tensor:
         """v such that the gates have these logits."""
@@ -130,13 +131,15 @@ class MagnitudeGates(LocalGates):
     def open_gates(self, server: Tree) -> tuple[Gates, Gates]:
         """The gates of the server's network (θ > ε, and the floor), and the layers where the floor acted."""
         norms = self.norms(server["weights"], server)
-        return self._open(self.joint_logits(server, norms), norms)
+        gates, floored = self._open(self.joint_logits(server, norms), norms)
+        return self.gating.part(gates), floored
 
-    def _open(self, logits: Tensor, norms: Tensor) -> tuple[Gates, Gates]:
+    def _open(self, logits: Tensor, norms: Tensor) -> tuple[Tensor, Gates]:
+        """The same from the logits and norms, with all gates in one vector."""
         likely = (logits > self._edge).to(logits.dtype)
         # The floor must not choose a group that was pruned before: nothing of it is left to keep.
         scores = torch.where(norms > 0, logits, CLOSED)
-        return self.gating.floor(self.gating.part(likely), self.gating.part(scores))
+        return self.gating.joint_floor(likely, scores)
 
     def prune(self, server: Tree) -> Tree:
         """w ← I[θ > ε] w. The weights that read a closed unit go with it, because they no longer have an effect.
@@ -151,8 +154,8 @@ class MagnitudeGates(LocalGates):
             server = {**server, "weights": self.gating.prune(server["weights"], server["open"])}
         norms = self.norms(server["weights"], server)
         logits = self.joint_logits(server, norms)
-        gates, floored = self._open(logits, norms)
-        kept, v = self.gating.join(gates) > 0, self.gating.join(server["thresholds"])
+        joint, floored = self._open(logits, norms)
+        gates, kept, v = self.gating.part(joint), joint > 0, self.gating.join(server["thresholds"])
         v = torch.where(kept & (logits <= self._edge), self._thresholds(norms, self._start), v)
         pruned = {**server, "thresholds": self.gating.part(v), "floored": floored, "open": gates}
         return {**pruned, **self._without(server, gates, kept)}
@@ -162,7 +165,9 @@ class MagnitudeGates(LocalGates):
         weights = self.gating.prune(server["weights"], gates)
         if not self.gating.narrowed:
             return {"weights": weights}
-        gone = self.gating.magnitudes({name: value - weights[name] for name, value in server["weights"].items()})
+        # Biases and norms are no part of a magnitude.
+        before = server["weights"].items()
+        gone = self.gating.magnitudes({k: value - weights[k] if value.dim() > 1 else value for k, value in before})
         silent = torch.hypot(gone, self._silent(server)) if "silent" in server else gone
         return {"weights": weights, "silent": self.gating.part(torch.where(kept, silent, 0.0))}
 
@@ -234,16 +239,18 @@ class MagnitudeGates(LocalGates):
         was = before["open"] if "open" in before else self.open_gates(before)[0]
         # An optimiser's momentum moves pruned weights, which are not part of any norm.
         weights = self.gating.prune(after["weights"], was) if "open" in before else after["weights"]
-        later = {**after, "weights": weights}
-        closed = (self.gating.join(was) > 0) & (self.gating.join(self.open_gates(later)[0]) == 0)
+        norms = self.norms(weights, after)
+        logits = self.joint_logits(after, norms)
+        closed = (self.gating.join(was) > 0) & (self._open(logits, norms)[0] == 0)
         raised = F.softplus(self.gating.join(after["thresholds"])) - F.softplus(self.gating.join(before["thresholds"]))
-        fallen = self.temperature * (self.joint_logits(before) - self.joint_logits(later))
+        fallen = self.temperature * (self.joint_logits(before) - logits)
         only = solved or self.thresholds == "follow"
         voted = torch.ones_like(closed) if only else raised >= fallen - raised
         for cause, found in (("closed_by_votes", closed & voted), ("closed_by_step", closed & ~voted)):
-            counts = {layer: gate.sum() for layer, gate in self.gating.part(found.to(raised.dtype)).items()}
-            known = before.get(cause, {})
-            after = {**after, cause: {layer: known.get(layer, 0.0) + count for layer, count in counts.items()}}
+            counts = self.gating.totals(found.to(raised.dtype))
+            if cause in before:
+                counts = counts + torch.stack([before[cause][layer] for layer in self.gating.gate_shapes])
+            after = {**after, cause: dict(zip(self.gating.gate_shapes, counts.unbind(), strict=True))}
         return after
 
     def tally(self, server: Tree) -> dict[str, int]:

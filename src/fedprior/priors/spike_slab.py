@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedprior.core.trees import Gates, Params, Tree
+from fedprior.core.trees import Gates, Params, Tree, map_rows
 from fedprior.core.weighting import averaging
 from fedprior.priors.base import Assignment, Explain, Term
 from fedprior.priors.gated import gated_evidence, gated_mean, joint_draws, mean_of_evidence
@@ -112,11 +112,10 @@ class SpikeSlab(MagnitudeGates):
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's Algorithm 1, as descent."""
         sent = torch.func.vmap(self.gating.rows)(uploads["gates"])
-        weights, mean_of = {}, averaging(weight)
-        for name, values in uploads["weights"].items():
-            w = server["weights"][name]
-            # Take the difference first: a mean of equal numbers may differ from them, and Adam amplifies the last bit.
-            weights[name] = mean_of((w * sent[name] if name in sent else w) - values)
+        mean_of, values = averaging(weight), uploads["weights"]
+        known = {k: w * sent[k] if k in sent else w.expand_as(values[k]) for k, w in server["weights"].items()}
+        # Take the difference first: a mean of equal numbers may differ from them, and Adam amplifies the last bit.
+        weights = map_rows(lambda w, own: mean_of(w - own), 1, known, values)
         v = self.gating.join(server["thresholds"])
         z, theta = torch.func.vmap(self.gating.join)(uploads["gates"]), self._logits(server, None)[1]
         thresholds = mean_of(z - theta) * v.sigmoid() / self.temperature
@@ -166,7 +165,8 @@ class SpikeSlab(MagnitudeGates):
         logits, inclusion = self._posterior(local, packet)
         draws = joint_draws(self.gating, key, inclusion.dtype)
         drawn = (draws < inclusion).to(draws.dtype)
-        gates, floored = self.gating.floor(self.gating.part(drawn), self.gating.part(logits))
+        joint, floored = self.gating.joint_floor(drawn, logits)
+        gates = self.gating.part(joint)
         return {"weights": self.leave(local["weights"], gates, packet), "gates": gates, "floored": floored}
 
     # ------------------------------------------------------------------ what a user is told

@@ -95,15 +95,16 @@ class Gating(ABC):
         return self.apply(params, self.part(joint))
 
     @abstractmethod
-    def mask(self, gates: Gates) -> Params:
+    def mask(self, gates: Gates, own: Gates | None = None) -> Params:
         """For every parameter, broadcastable to it: 1 if it is part of the network that these gates leave, else 0.
 
-        With probabilities instead of zeros and ones, it is the probability of that, for independent gates.
+        With probabilities instead of zeros and ones, it is the probability of that, for independent gates. Gates that
+        close no more than their `own` groups, not what reads them, can be given in addition.
         """
 
-    def prune(self, params: Params, gates: Gates) -> Params:
+    def prune(self, params: Params, gates: Gates, own: Gates | None = None) -> Params:
         """Set to zero everything outside the network that the gates leave."""
-        masks = self.mask(gates)
+        masks = self.mask(gates, own)
         return {name: value * masks[name].to(value.dtype) if name in masks else value for name, value in params.items()}
 
     def effective_parameters(self, gates: Gates) -> Tensor:
@@ -125,12 +126,21 @@ class Gating(ABC):
 
     def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
         """Open the `least` best-scored gates of any layer with fewer open gates; also say which layers those are."""
-        kept, acted = {}, {}
-        for layer, gate in gates.items():
-            flat, score = gate.flatten(), scores[layer].flatten()
+        kept, acted = self.joint_floor(self.join(gates), self.join(scores))
+        return self.part(kept), acted
+
+    def joint_floor(self, gates: Tensor, scores: Tensor) -> tuple[Tensor, Gates]:
+        """The same, with all gates in one vector."""
+        kept, acted, parted = {}, {}, self.part(scores)
+        for layer, gate in self.part(gates).items():
+            flat, score = gate.flatten(), parted[layer].flatten()
             least = min(self.least, flat.shape[0])
             best = torch.zeros_like(flat).scatter(0, score.topk(least).indices, 1.0)
             short = flat.sum() < least
-            kept[layer] = torch.where(short, torch.maximum(flat, best), flat).reshape(gate.shape)
+            kept[layer] = torch.where(short, torch.maximum(flat, best), flat)
             acted[layer] = short.to(flat.dtype)
-        return kept, acted
+        return self.join(kept), acted
+
+    def totals(self, joint: Tensor) -> Tensor:
+        """The sum over each layer's gates, one number per layer."""
+        return torch.stack([values.sum() for values in self.part(joint).values()])

@@ -54,11 +54,11 @@ class UnitGating(Gating):
         scaled = scale_rows(self.by_rows, joint, [params[name] for name in names])
         return {**params, **dict(zip(names, scaled, strict=True))}
 
-    def prune(self, params: Params, gates: Gates) -> Params:
+    def prune(self, params: Params, gates: Gates, own: Gates | None = None) -> Params:
         joint = self.join(gates)
         if not (self.by_rows and scale_rows.usable(self.by_rows, joint, [])):
-            return super().prune(params, gates)
-        pruned = self.scale(params, joint)
+            return super().prune(params, gates, own)
+        pruned = self.scale(params, joint if own is None else joint * self.join(own))
         for reader, values in self._columns(joint):
             columns = self._along(values, reader.parameter, 1)
             pruned[reader.parameter] = pruned[reader.parameter] * columns
@@ -139,8 +139,9 @@ class UnitGating(Gating):
         rows = self.rows(gates)
         return {name: value * rows[name] if name in rows else value for name, value in params.items()}
 
-    def mask(self, gates: Gates) -> Params:
-        masks = self.rows(gates)
+    def mask(self, gates: Gates, own: Gates | None = None) -> Params:
+        joint = self.join(gates)
+        masks = self.rows(gates if own is None else self.part(joint * self.join(own)))
 
         def narrow(parameter: str, values: Tensor, axis: int) -> None:
             values = self._along(values, parameter, axis)
@@ -151,7 +152,7 @@ class UnitGating(Gating):
         ).items():  # a unit that nothing reads is gone, even if its own gate is open
             for parameter in self.structure.owned[source]:
                 narrow(parameter, values, 0)
-        for reader, values in self._columns(self.join(gates)):
+        for reader, values in self._columns(joint):
             narrow(reader.parameter, values, 1)
         return masks
 
@@ -168,18 +169,21 @@ class UnitGating(Gating):
             for reader, piece in zip(self.positions.readers, pieces, strict=True)
         ]
 
-    def floor(self, gates: Gates, scores: Gates) -> tuple[Gates, Gates]:
+    def joint_floor(self, gates: Tensor, scores: Tensor) -> tuple[Tensor, Gates]:
         """As in the base class, but for all layers at once."""
-        joint, scored = self.join(gates), self.join(scores)
         places, absent, back, least = (
-            self.positions.on(name, joint.device) for name in ("gates", "absent", "back", "least")
+            self.positions.on(name, gates.device) for name in ("gates", "absent", "back", "least")
         )
-        gate, score = joint[places].masked_fill(absent, 0.0), scored[places].masked_fill(absent, -torch.inf)
+        gate, score = gates[places].masked_fill(absent, 0.0), scores[places].masked_fill(absent, -torch.inf)
         best = torch.zeros_like(gate).scatter(1, score.topk(min(self.least, score.shape[1])).indices, 1.0)
         short = gate.sum(1) < least
         kept = torch.where(short[:, None], torch.maximum(gate, best), gate).flatten()[back]
-        acted = short.to(joint.dtype)
-        return self.part(kept), {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
+        acted = short.to(gates.dtype)
+        return kept, {layer: acted[i] for i, layer in enumerate(self.gate_shapes)}
+
+    def totals(self, joint: Tensor) -> Tensor:
+        places, absent = (self.positions.on(name, joint.device) for name in ("gates", "absent"))
+        return joint[places].masked_fill(absent, 0.0).sum(1)
 
     def _heard(self, gates: Gates) -> Gates:
         """For each source whose readers all have gates on their inputs: whether any of them reads each unit."""

@@ -32,5 +32,5 @@ class WeightGating(Gating):
     def apply(self, params: Params, gates: Gates) -> Params:
         return {name: value * gates[name] if name in gates else value for name, value in params.items()}
 
-    def mask(self, gates: Gates) -> Params:
-        return dict(gates)
+    def mask(self, gates: Gates, own: Gates | None = None) -> Params:
+        return dict(gates) if own is None else {name: gate * own[name] for name, gate in gates.items()}
