@@ -294,7 +294,8 @@ def test_a_checkpoint_without_distances_is_taken(small_task, tmp_path) -> None:
     resumed = fedprior.resume(folder, task=small_task(), rounds=3)
     assert resumed.simulation.settings.bound == 0
     config.write_text(config.read_text().replace("[run]\n", "[run]\nbound = 8.0\n"))
-    assert fedprior.resume(folder, task=small_task(), rounds=4).summary["rounds"] == 4
+    with pytest.warns(FedpriorWarning, match=r"from round 4 on, bound = 8.0, before 0.0$"):
+        assert fedprior.resume(folder, task=small_task(), rounds=4).summary["rounds"] == 4
 
 
 def received(algorithm: Algorithm, server: Tree, uploads: Tree) -> Tensor:

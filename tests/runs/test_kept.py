@@ -163,7 +163,8 @@ def test_the_best_model_up_to_then_comes_back(small_task, tmp_path):
     config = run / "config.toml"
     assert 'local_optimiser = "SGD(lr=0.05)"' in config.read_text()
     config.write_text(config.read_text().replace("SGD(lr=0.05)", "SGD(lr=3.0)"))
-    result = fedprior.resume(run, task=small_task())
+    with pytest.warns(FedpriorWarning, match=r"from round 5 on, local_optimiser = SGD\(lr=3.0\), before SGD\(lr=0.05"):
+        result = fedprior.resume(run, task=small_task())
     assert result.summary["best_round"] == 4
     assert result.best is not None
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -420,3 +421,29 @@ def test_a_server_that_diverges_does_not_replace_its_last_good_checkpoint(small_
         fedprior.run(task, algorithm, out=folder, checkpoint_every=1)
     tensors = safetensors.torch.load_file(folder / "checkpoint.safetensors")
     assert all(value.isfinite().all() for name, value in tensors.items() if name.startswith("server/"))
+
+
+def test_a_setting_that_was_edited_is_told_with_the_round_from_which_it_holds(tmp_path, recwarn):
+    def edited(**values):
+        text = config.read_text()
+        for name, value in values.items():
+            text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", text)
+            assert count == 1, name
+        config.write_text(text)
+
+    def told(rounds):
+        recwarn.clear()
+        fedprior.resume(tmp_path / "run", rounds=rounds)
+        return [str(one.message) for one in recwarn]
+
+    task = fedprior.task("mnist-mini", clients=20)
+    small = {"clients_per_round": 2, "local_steps": 1, "device": "cpu", "workers": 1}
+    fedprior.run(task, fedprior.algorithm("fedsparse", task.network), rounds=1, out=tmp_path / "run", **small)
+    config = tmp_path / "run" / "config.toml"
+    assert told(2) == [], "more rounds are asked for, not edited"
+    edited(lambda0="5e-4", local_steps="2", workers="2", evaluate_every="3")
+    assert told(3) == [
+        f"{tmp_path / 'run'}: from round 3 on, local_steps = 2, before 1",
+        f"{tmp_path / 'run'}: from round 3 on, lambda0 = 0.0005, before 5e-06",
+    ]
+    assert told(4) == [], "it was told once"

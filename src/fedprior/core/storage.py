@@ -70,6 +70,12 @@ def load(path: Path, kind: str, run: str | None) -> Saved:
     return found
 
 
+def header(path: Path) -> dict[str, str]:
+    """What a checkpoint says about itself, without its tensors."""
+    with reading(path), safetensors.safe_open(str(path), framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Treat any failure in this block as a sign that the file is damaged."""

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.core import storage
+from fedprior.core.options import as_table, plain
+from fedprior.core.settings import EXTENDS, MACHINE
 from fedprior.engines.loop.round import Simulation
 
 FORMAT = "fedprior-checkpoint-2"
@@ -18,7 +20,8 @@ def save(path: Path, simulation: Simulation, records: str = "") -> None:
     tree: dict[str, Any] = {"server": simulation.server, "optimiser": moments}
     tree["memory"] = {str(client): remembered for client, remembered in simulation.memory.items()}
     tree["clients"] = simulation.scores
-    saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree)
+    more = {"settings": json.dumps(_settings(simulation))}
+    saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree, more)
     storage.save(path, FORMAT, saved)
 
 
@@ -42,12 +45,26 @@ def load(path: Path, simulation: Simulation) -> str:
     return saved.records
 
 
+def changes(path: Path, simulation: Simulation) -> list[str]:
+    """The settings that are not those of the rounds before the checkpoint: `lambda0 = 0.0005, before 5e-06`."""
+    with storage.reading(path):
+        before = json.loads(storage.header(path).get("settings", "{}"))  # an older version kept none
+    now = json.loads(json.dumps(_settings(simulation)))
+    return [f"{name} = {now[name]}, before {was}" for name, was in before.items() if now.get(name, was) != was]
+
+
 def load_deployed(path: Path, simulation: Simulation, run: str) -> None:
     """Put the state of a deployed server into a simulation built from the same config, to go on from there."""
     saved = storage.load(path, DEPLOYED, run)
     with storage.fitting(path):
         simulation.server = storage.like(simulation.server, saved.tree["state"], simulation.root.device)
     simulation.round, simulation.seconds = saved.round, saved.seconds
+
+
+def _settings(simulation: Simulation) -> dict[str, Any]:
+    """What a config may have been edited to: settings of the run, but for where and how long, and of the algorithm."""
+    chosen = {name: plain(value) for name, value in vars(simulation.settings).items() if name not in MACHINE | EXTENDS}
+    return {**chosen, **as_table(simulation.algorithm.settings)}
 
 
 def _identity(simulation: Simulation) -> str:

@@ -101,6 +101,8 @@ def _reopen(folder: RunFolder, parts: Parts) -> Session:
     expected = checkpoint.load(folder.checkpoint, sim) if folder.checkpoint.exists() else checksum([])
     records = folder.truncate(sim.round, expected, write=ranks.first())
     if ranks.first():
+        for change in checkpoint.changes(folder.checkpoint, sim) if sim.round else []:
+            warnings.warn(f"{folder.path}: from round {sim.round + 1} on, {change}", FedpriorWarning, stacklevel=3)
         kept.go_on(folder, settings, sim.round, records)
     own = folder if ranks.first() else None
     session = Session(sim, settings, about, own, records, scale=task.scale, clock=sim.seconds)
