@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from torch.func import functional_call, grad, vmap
 
 from fedprior.kernels import BatchedKernels
-from fedprior.kernels.conv import Tile, forward, grad_bias, grad_input, grad_weight
+from fedprior.kernels.conv import Tile, channels_last, forward, grad_bias, grad_input, grad_weight
+from fedprior.kernels.conv_autograd import conv2d
 
 quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -159,11 +160,49 @@ def test_the_first_layer_costs_no_input_gradient(device, monkeypatch):
     net, params = clients(device)
     asked = []
     original = grad_input
-    monkeypatch.setattr("fedprior.kernels.conv.grad_input", lambda *a: asked.append(a[1].shape) or original(*a))
+    monkeypatch.setattr(
+        "fedprior.kernels.conv.grad_input", lambda *a, **k: asked.append(a[1].shape) or original(*a, **k)
+    )
     x = torch.randn(2, 2, 3, 5, 5, device=device)
     with BatchedKernels(force=True):
         vmap(grad(lambda p, x: functional_call(net, p, (x,)).sum()))(params, x)
     assert asked == [(2, 4, 6, 3, 3)]
+
+
+def test_one_copy_of_the_weights_serves_a_convolution_and_its_inputs_gradient(device, monkeypatch):
+    net, params = clients(device)
+    copied = []
+    monkeypatch.setattr("fedprior.kernels.conv.channels_last", lambda w: copied.append(w.shape) or channels_last(w))
+    x = torch.randn(2, 2, 3, 5, 5, device=device)
+    with BatchedKernels(force=True):
+        vmap(grad(lambda p, x: functional_call(net, p, (x,)).sum()))(params, x)
+    assert copied == [params["conv1.weight"].shape, params["conv2.weight"].shape]
+
+
+@pytest.mark.parametrize(("channels", "taps"), [(1, 2), (3, 1)])
+def test_one_channel_and_one_tap_through_the_mode(device, channels, taps):
+    """Their weights are channels-last as they are."""
+    x, weight, *_ = tensors((channels, 5, (4, 3), (taps, taps), (1, 1), (0, 0), False), device)
+    slopes = vmap(grad(lambda x, w: F.conv2d(x, w).square().sum(), (0, 1)))
+    expected = slopes(x, weight)
+    with BatchedKernels(force=True) as mode:
+        close(slopes(x, weight), expected)
+    assert mode.routed == 1
+
+
+def test_no_gradient_behind_what_has_none(device):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    x, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((1, 2, 3, 3), (1, 2, 2, 2)))
+    out = Stop.apply(conv2d(x, weight, None, (1, 1), (0, 0))).sum()
+    assert torch.autograd.grad(out, (x, weight), allow_unused=True) == (None, None)
 
 
 def test_unsupported_calls_go_to_torch(device):

@@ -106,27 +106,49 @@ def shares(programs: int, count: int, least: int) -> int:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    tile: Tile | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
-    """The convolution."""
+    """The convolution; `copy` is `weight_copy(weight)`, where it is already there."""
     g = Geometry.of(x, weight, stride, padding)
     out = x.new_empty(*x.shape[:2], g.outputs, *g.out_size)
     positions = x.shape[1] * prod(g.out_size)
     tile = tile or choose(g.inputs, g.outputs, prod(g.kernel), positions, x.shape[0])
-    _contract(x, weight, bias, out, g, tile, transposed=False)
+    _contract(x, _last(weight, copy), bias, out, g, tile, transposed=False)
     return out
 
 
 def grad_input(
-    grad: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair, tile: Tile | None = None
+    grad: Tensor,
+    weight: Tensor,
+    size: Pair,
+    stride: Pair,
+    padding: Pair,
+    tile: Tile | None = None,
+    copy: Tensor | None = None,
 ) -> Tensor:
     """The gradient for an input of this many rows and columns: the transposed convolution."""
     out = grad.new_empty(*grad.shape[:2], weight.shape[2], *size)
     g = Geometry.of(out, weight, stride, padding)
     positions = out.shape[1] * prod(size)
     tile = tile or choose(g.outputs, g.inputs, prod(g.kernel), positions, grad.shape[0])
-    _contract(grad, weight, None, out, g, tile, transposed=True)
+    _contract(grad, _last(weight, copy), None, out, g, tile, transposed=True)
     return out
+
+
+def weight_copy(weight: Tensor) -> Tensor:
+    """The weights channels-last, for a convolution and its input's gradient; empty where the weights are so already."""
+    clients, _, inputs, *kernel = weight.shape
+    return weight.new_empty(clients, 0) if inputs == 1 or prod(kernel) == 1 else channels_last(weight)
+
+
+def _last(weight: Tensor, copy: Tensor | None) -> Tensor:
+    return channels_last(weight) if copy is None or copy.numel() == 0 else strided(copy)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -147,12 +169,12 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def _contract(
-    source: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, g: Geometry, tile: Tile, transposed: bool
+    source: Tensor, last: Tensor, bias: Tensor | None, out: Tensor, g: Geometry, tile: Tile, transposed: bool
 ) -> None:
     from fedprior.kernels.conv_kernels import contract_kernel
 
     sizes = source.shape[2:]
-    source, weight = strided(source), channels_last(weight)
+    source = strided(source)
     if tile.last:
         source = channels_last(source)
     clients, images, channels, *to = out.shape
@@ -161,8 +183,8 @@ def _contract(
     grid = (cdiv(positions, tile.positions) * cdiv(channels, tile.outputs) * clients,)
     with target(source):
         contract_kernel[grid](
-            source, weight, source if bias is None else bias, out,
-            source.stride(0), weight.stride(0), 0 if bias is None else bias.stride(0),
+            source, last, source if bias is None else bias, out,
+            source.stride(0), last.stride(0), 0 if bias is None else bias.stride(0),
             positions, *sizes, channels, *to, *g.kernel, *g.stride, *g.padding,
             TRANSPOSED=transposed, BIAS=bias is not None, PRECISION=precision(), SWAP=tile.swap, LAST=tile.last,
             UNROLL=tile.unroll, BO=tile.outputs, BM=tile.positions, BK=tile.depth,
