@@ -1,4 +1,4 @@
-"""What Triton's interpreter takes, its compiler may refuse: tuples of tensors are compiled for a GPU that is not there."""
+"""What the interpreter takes, the compiler may refuse: tuples of tensors are compiled for a GPU that is not there."""
 
 import os
 import subprocess
