@@ -5,10 +5,10 @@
     python benchmarks/operations.py --lines 20                     # which lines of fedprior
 
 No GPU is needed. The round runs on a CPU with few examples (the same steps and layers, smaller batches), and we count
-what torch dispatches, except views. Where fedprior has its own GPU kernel (draws from keys, gates, linear layers), we
-count its launches; `--plain` counts the CPU's operations instead. Convolutions, pools and group norms are torch's own
-here and take several operations each. Products, sorts and reductions may be more than one launch, and the counts say
-nothing about their duration. Compare them before and after a change; do not read them as milliseconds.
+what torch dispatches, except views. Where fedprior has its own GPU kernel (draws from keys, gates, linear layers, batch
+norms), we count its launches; `--plain` counts the CPU's operations instead. Convolutions, pools and group norms are
+torch's own here and take several operations each. Products, sorts and reductions may be more than one launch, and the
+counts say nothing about their duration. Compare them before and after a change; do not read them as milliseconds.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedprior
+from fedprior.core import batch_norm as core_batch_norm
 from fedprior.core import keys
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.operations import KNOWN
@@ -37,7 +38,7 @@ from fedprior.core.settings import Settings
 from fedprior.engines.build import build
 from fedprior.engines.modes import engine
 from fedprior.engines.stacked import together
-from fedprior.kernels import concrete, gates, registration
+from fedprior.kernels import batch_norm, concrete, gates, registration
 from fedprior.kernels.mode import ROUTES
 
 FREE = {
@@ -145,6 +146,18 @@ def pull(layers: Any, z: Tensor, grads: Any, tensors: Any) -> Any:
     return torch.func.vjp(lambda z, *t: gates.plain_scale(layers, z, t), z, *tensors)[1](tuple(grads))
 
 
+def normalised(x: Tensor, mask: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """What `kernels.batch_norm.forward` computes."""
+    names = ("x", "mask", "weight", "bias")
+    given = {name: t for name, t in zip(names, (x, mask, weight, bias), strict=True) if t is not None}
+    return torch.func.vmap(lambda t: core_batch_norm.normalise.plain(*map(t.get, names), eps))(given)
+
+
+def slopes(grad: Tensor, x: Tensor, mask: Any, weight: Any, means: Tensor, variances: Tensor, eps: float) -> Any:
+    """What `kernels.batch_norm.backward` computes."""
+    return batch_norm._plain(grad, x, mask, weight, eps)
+
+
 def alike(tensor: int) -> Any:
     """Stand in for a kernel of which only the shape matters: return something like one of its arguments."""
     return lambda *args: torch.sigmoid(args[tensor].clone())
@@ -159,6 +172,8 @@ def kernels_once(counting: Counting) -> list[Any]:
         once(counting, gates, "_norms", norms, **in_layers),
         once(counting, gates, "_scale", gates.plain_scale, **in_layers),
         once(counting, gates, "_scale_backward", pull, **in_layers),
+        once(counting, batch_norm.BatchNorm, "forward", normalised),
+        once(counting, batch_norm.BatchNormGradient, "forward", slopes),
         once(counting, concrete.Logits, "forward", lambda n, v, *_: (v.clone(), v.sigmoid())),
         once(counting, concrete.LogitsGradient, "forward", alike(0)),
         once(counting, concrete.Concrete, "forward", alike(0)),

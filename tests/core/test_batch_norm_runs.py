@@ -300,13 +300,15 @@ def test_a_layer_called_twice_pools_both_statistics():
             self.fc, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.fc(x)) + self.norm(5 + 2 * x)
+            return self.norm(self.fc(x)) + self.norm(torch.stack([5 + 2 * x, x], 2)).sum(2)  # then with two places
 
     net, x = fedprior.Network(Twice(), torch.zeros(3)), torch.randn(7, 3)
-    union = torch.cat([net.module.fc(x), 5 + 2 * x])
+    union = torch.cat([net.module.fc(x), 5 + 2 * x, x])
     found = net.measure(net.params(), x, None)
     torch.testing.assert_close(found["mean"], union.mean(0))
     torch.testing.assert_close(found["variance"], union.var(0, correction=0))
+    padded, weight = torch.cat([x, torch.full((2, 3), 9.0)]), torch.ones(9).index_fill(0, torch.tensor([7, 8]), 0)
+    torch.testing.assert_close(net.measure(net.params(), padded, weight), found)
 
 
 def test_a_budget_includes_the_statistics():

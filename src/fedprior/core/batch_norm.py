@@ -83,8 +83,15 @@ class BatchNorm(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], weight: Tensor | None) -> None:
         super().__init__()
         self.names, self.weight = names, weight
-        self.found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """For each layer, by name: mean, variance and the number of values behind them."""
+        self.found: dict[str, tuple[Tensor, Tensor, int]] = {}
+        """For each layer, by name: mean, variance and the number of values behind them, with those of padding."""
+
+    def correction(self, values: int) -> Tensor | float:
+        """n / (n − 1), which makes the variance of a batch that of a sample, where n of these values are no padding."""
+        if self.weight is None:
+            return values / max(values - 1, 1)
+        count = self.weight.sum() * (values // len(self.weight))
+        return count / (count - 1).clamp(min=1)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,12 +113,12 @@ class BatchNorm(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        out, mean, variance, count = normalise(input, self.weight, weight, bias, eps)
+        out, mean, variance = normalise(input, self.weight, weight, bias, eps)
         if running_mean is not None and running_var is not None:
-            self._keep(running_mean, mean, variance, count)
+            self._keep(running_mean, mean, variance, input.shape[0] * prod(input.shape[2:]))
         return out
 
-    def _keep(self, buffer: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    def _keep(self, buffer: Tensor, mean: Tensor, variance: Tensor, values: int) -> None:
         name = self.names.get(id(buffer))
         if name is None:
             raise ModelError(
@@ -120,50 +127,38 @@ class BatchNorm(TorchFunctionMode):
             )
         if name in self.found:  # a layer that is called twice
             before = self.found[name]
-            (both, spread) = pooled(
-                torch.stack([before[0], mean]),
-                torch.stack([before[1], variance]),
-                torch.stack([before[2], count])[:, None],
-            )
-            mean, variance, count = both, spread, before[2] + count
-        self.found[name] = (mean, variance, count)
+            # Every call has the same share of padding.
+            parts = [
+                (before[0], before[1], mean.new_full((1,), before[2])),
+                (mean, variance, mean.new_full((1,), values)),
+            ]
+            mean, variance = pooled(*(torch.stack(part) for part in zip(*parts, strict=True)))
+            values += before[2]
+        self.found[name] = (mean, variance, values)
 
 
 @operation
 def normalise(
     x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise x by its real examples; also return their mean, their variance and the number of values."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise x by its real examples; also return their mean and their variance."""
     shape = (-1, *[1] * (x.dim() - 2))
-    mean, variance, count = moments(x, real)
+    mean, variance = moments(x, real)
     scale = (variance + eps).rsqrt()
     scale = (scale if weight is None else scale * weight).reshape(shape)
     centred = x - mean.reshape(shape)
-    return (
-        centred * scale if bias is None else torch.addcmul(bias.reshape(shape), centred, scale),
-        mean,
-        variance,
-        count,
-    )
+    return centred * scale if bias is None else torch.addcmul(bias.reshape(shape), centred, scale), mean, variance
 
 
-def value_count(x: Tensor, real: Tensor | None) -> Tensor:
-    """How many values of a channel belong to real examples."""
-    places = prod(x.shape[2:])
-    if real is None:
-        return torch.full((), x.shape[0] * places, dtype=x.dtype, device=x.device)
-    return real.sum() * places
-
-
-def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Each channel's mean, variance (biased, as in training) and number of values, over examples of weight 1."""
+def moments(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each channel's mean and variance (biased, as in training), over examples of weight 1."""
     dims = [0, *range(2, x.dim())]
     if weight is None:
         variance, mean = torch.var_mean(x, dims, correction=0)
-        return mean, variance, value_count(x, None)
+        return mean, variance
     weight = weight.to(x.dtype)
-    count = value_count(x, weight)
+    count = weight.sum() * prod(x.shape[2:])
     share = (weight / count.clamp(min=1)).reshape(-1, *[1] * (x.dim() - 1))
     mean = (x * share).sum(dims)
     centred = x - mean.reshape(-1, *[1] * (x.dim() - 2))
-    return mean, (centred.square() * share).sum(dims), count
+    return mean, (centred.square() * share).sum(dims)

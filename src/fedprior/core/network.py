@@ -192,11 +192,9 @@ class Network:
         for norm in self.norms:
             # A layer that did not run, such as the auxiliary head of some models, keeps its initial statistics.
             unused = buffers[norm.name + MEAN], buffers[norm.name + VARIANCE], None
-            mean, variance, count = mode.found.get(norm.name, unused)
+            mean, variance, values = mode.found.get(norm.name, unused)
             means.append(mean)
-            variances.append(
-                variance * (count / (count - 1).clamp(min=1)) if unbiased and count is not None else variance
-            )
+            variances.append(variance * mode.correction(values) if unbiased and values is not None else variance)
         return {"mean": torch.cat(means), "variance": torch.cat(variances)}
 
     def _run(self, params: Params, x: Given) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.core.batch_norm import value_count
 from fedprior.core.operations import batched
 from fedprior.kernels.function import Batched
 from fedprior.kernels.launch import blocks, strided, target
@@ -35,10 +34,9 @@ def fits(x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | N
 
 def normalise(
     x: Tensor, real: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`fedprior.core.batch_norm.normalise`, for what `vmap` batches."""
-    mask = None if real is None else real.to(x.dtype)
-    return *batch_norm(x, mask, weight, bias, eps), value_count(x, mask)
+    return batch_norm(x, None if real is None else real.to(x.dtype), weight, bias, eps)
 
 
 def _launch(x: Tensor) -> tuple[dict[str, Any], tuple[int]]:
