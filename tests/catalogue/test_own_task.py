@@ -277,7 +277,8 @@ def test_tables_and_reports_show_the_loss_and_metrics_where_there_is_no_accuracy
     ("metrics", "message"),
     [
         ([absolute], "functions by name"),
-        ({"loss": absolute}, "not loss or accuracy"),
+        ({"loss": absolute}, "not loss, accuracy or one that ends in _late, _worst or _spread"),
+        ({"mae_worst": absolute}, "not loss, accuracy or one that ends in"),
         ({"a/b": absolute}, "letters and digits"),
         ({"mae": 3}, "not a function"),
         ({"mae": lambda o, y: 3.0}, "must return a tensor"),

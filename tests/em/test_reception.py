@@ -3,6 +3,7 @@
 import math
 import operator
 import statistics
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -425,8 +426,28 @@ def test_a_run_that_stands_still_says_so() -> None:
     scaffold = fedprior.algorithm("scaffold", task.network, local_optimiser="SGD(lr=0.1)")
     with pytest.warns(FedpriorWarning, match="last 3 rounds every upload was left out.*bound=8") as said:
         result = fedprior.run(task, scaffold, rounds=8, clients_per_round=2)
-    assert sum("left out" in str(one.message) for one in said) == 1
+    assert sum("stands still" in str(one.message) for one in said) == 1
     assert all(len(record["faults"]) == 2 for record in result.records)
+
+
+def test_a_large_client_that_is_left_out_again_and_again_is_named_once_with_its_size() -> None:
+    task = fedprior.own_task(small_net(), small_clients((1200, 4, 4, 4)), batch_size=4, device="cpu")
+    with pytest.warns(
+        FedpriorWarning, match="client 0 was left out in 3 rounds.*has 1,200 .* others have 4, .*above 8"
+    ) as said:
+        result = fedprior.run(task, "fedavg", rounds=6, clients_per_round=4)
+    assert sum("examples" in str(one.message) for one in said) == 1
+    assert all([fault["client"] for fault in record["faults"]] == [0] for record in result.records[1:])
+    with warnings.catch_warnings():  # an attacker among equals is in the record, and no surprise
+        warnings.simplefilter("error", FedpriorWarning)
+        fedprior.run(
+            fedprior.own_task(small_net(), small_clients((8,) * 5), batch_size=4, device="cpu"),
+            "fedavg",
+            rounds=6,
+            clients_per_round=5,
+            attack="scale",
+            attackers=0.2,
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, described
 from fedprior.core.trees import Params, Tree, copy_all
 from fedprior.core.uncompiled import take_step
 from fedprior.core.yogi import Yogi
@@ -39,6 +39,10 @@ class Optimiser:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise SettingError(
+                f"an optimiser is named, as Optimiser('Adam', {{'lr': 0.001}}); got {described(self.name)}"
+            )
         kind = _kind(self.name)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or self.name == "Optimizer":
             raise SettingError(f"torch.optim has no optimiser {self.name!r}")
@@ -148,6 +152,8 @@ class TreeOptimiser:
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
         self.long: dict[str, Tensor] = {}
         for section, optimiser in optimisers.items():
+            if section not in tree:
+                raise SettingError(f"there is an optimiser for {section!r}, but the variables are {', '.join(tree)}")
             values = {name: value.detach() for name, value in tree[section].items()}
             if optimiser.joins and len(values) > 1 and len({(v.dtype, v.device) for v in values.values()}) == 1:
                 self.long[section] = _join(list(values.values()), rows)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprior import wire
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, described
 from fedprior.core.optimisers import NOT_ELEMENTWISE, Optimiser
 from fedprior.core.trees import Gates, Params, Tree
 from fedprior.corrections import Correction
@@ -50,6 +50,17 @@ class Algorithm:
     """How uploads are clipped and noised before the M-step; None: not at all."""
     shapes: Mapping[str, tuple[int, ...]] | None = None
     """The parameters of the network for which its gates were made; None if it takes any."""
+
+    def __post_init__(self) -> None:
+        for what, part, kind in (("prior", self.prior, Prior), ("correction", self.correction, Correction)):
+            if not isinstance(part, kind):
+                raise SettingError(f"{what} must be a {kind.__name__}, got {described(part)}")
+        for where, optimisers in (("local", self.local), ("server", self.server or {})):
+            if not isinstance(optimisers, Mapping) or any(not isinstance(o, Optimiser) for o in optimisers.values()):
+                raise SettingError(
+                    f"{where} must be one fedprior.Optimiser for each section of variables, such as "
+                    f"{where}={{'weights': fedprior.Optimiser('SGD', {{'lr': 0.05}})}}, got {described(optimisers)}"
+                )
 
     def __repr__(self) -> str:
         """Show name, prior and steps rather than every gate."""
@@ -112,6 +123,12 @@ class Algorithm:
     def init(self, params: Params, statistics: Params | None = None) -> Tree:
         """The server's state from a dense model, with the initial statistics of its norms."""
         server = {**self.prior.init(params), **self.correction.init(params)}
+        plain = type(self.prior).broadcast is Prior.broadcast
+        if untold := [section for section in self.prior.told if plain and section not in server]:
+            raise SettingError(
+                f"{type(self.prior).__name__} tells its clients {', '.join(untold)} (`told`), but its server has only "
+                f"{', '.join(server)}"
+            )
         if statistics and self.statistics.kind == "shared":
             name, several = next(iter(server["weights"].items()))
             if several.dim() > params[name].dim():

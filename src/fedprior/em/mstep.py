@@ -1,11 +1,12 @@
 """The M-step at the server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from fedprior.core.errors import SettingError
 from fedprior.core.optimisers import TreeOptimiser
 from fedprior.core.trees import Params, Tree, clone
 from fedprior.core.weighting import mean
@@ -39,7 +40,7 @@ def m_step(
     absorbed = lift(lambda own: own.absorb)(absorbed, uploads)
     if optimiser is None:
         assignments = lift(_realise)(uploads, server)
-        solved = lift(lambda own: own.prior.solve)(assignments, absorbed, *counted)
+        solved = lift(_solve)(assignments, absorbed, *counted)
         return lift(lambda own: partial(settle, own, solved=True))(absorbed, solved)
     variables = {section: absorbed[section] for section in optimiser.values}
     grads = ascent(algorithm, variables, absorbed, uploads, *counted, lift=lift)
@@ -81,6 +82,26 @@ def _realise(algorithm: Algorithm) -> Callable[[Tree, Tree], Assignment]:
         return Assignment.of(weights, uploads)
 
     return realise
+
+
+def _solve(algorithm: Algorithm) -> Callable[..., Tree]:
+    """The prior's closed form, which must know every weight that the server had."""
+
+    def solve(assignments: Assignment, server: Tree, *weight: Tensor) -> Tree:
+        solved, name = algorithm.prior.solve(assignments, server, *weight), type(algorithm.prior).__name__
+        if not isinstance(solved, Mapping) or not solved.keys() >= server.keys():
+            raise SettingError(f"{name}.solve must return the server's whole state: {{**server, 'weights': …}}")
+        before, after = (
+            {key: tuple(v.shape) for key, v in state.get("weights", {}).items()} for state in (server, solved)
+        )
+        if wrong := [key for key in {**before, **after} if before.get(key) != after.get(key)]:
+            raise SettingError(
+                f"{name}.solve must return every weight of the server in its shape, and no others; it does not for "
+                f"{', '.join(wrong[:3])}{' …' if len(wrong) > 3 else ''}"
+            )
+        return solved
+
+    return solve
 
 
 def _objective(algorithm: Algorithm) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -155,6 +156,15 @@ def stands_still(records: Sequence[Record], cohort: int) -> bool:
     """Whether nobody of a cohort has counted in the last rounds, and that has just become so many."""
     nobody = [len(record.get("faults", ())) >= cohort for record in records[-STILL - 1 :]]
     return all(nobody[-STILL:]) and (len(nobody) == STILL or (len(nobody) > STILL and not nobody[0]))
+
+
+def left_out_often(records: Sequence[Record]) -> list[int]:
+    """The clients of the last record whose uploads have now been left out in so many rounds."""
+    latest = {fault.get("client") for fault in records[-1].get("faults", ())}
+    if not latest:
+        return []
+    counts = Counter(fault.get("client") for record in records for fault in record.get("faults", ()))
+    return sorted(client for client in latest if client is not None and counts[client] == STILL)
 
 
 def _too_far(times: float) -> str:

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fedprior.core.errors import SettingError
+from fedprior.core.errors import SettingError, described
 from fedprior.core.trees import Gates, Params, Tree, count
 from fedprior.wire import Layout, Section
 
@@ -68,7 +68,14 @@ class Prior:
 
     def check(self) -> None:
         """Refuse settings out of range. Call this when an algorithm is built: later, scalars may be tensors."""
+        what = type(self).__name__
+        if unknown := self.temper().keys() - self.terms().keys():
+            raise SettingError(
+                f"{what} tempers {', '.join(sorted(unknown))}, but its terms are {', '.join(self.terms())}"
+            )
         for name in self.scalars:
+            if not hasattr(self, name):
+                raise SettingError(f"{what} names {name!r} among its scalars, but has no such field")
             if not getattr(self, name) >= 0:
                 raise SettingError(f"{name} must be at least 0, got {getattr(self, name)}")
 
@@ -95,13 +102,21 @@ class Prior:
 
     def log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """The sum of all terms at unit scale, which the M-step maximises."""
-        return torch.stack([term(assignment, server) for term in self.terms().values()]).sum()
+        return torch.stack([self._value(name, assignment, server) for name in self.terms()]).sum()
 
     def tempered_log_prob(self, assignment: Assignment, server: Tree) -> Tensor:
         """The terms weighted by `temper`, as in a client's objective; 0 if all weights are."""
-        terms, temper = self.terms(), self.temper()
-        weighed = [weight * terms[name](assignment, server) for name, weight in temper.items() if _counts(weight)]
+        temper = self.temper()
+        weighed = [weight * self._value(name, assignment, server) for name, weight in temper.items() if _counts(weight)]
         return torch.stack(weighed).sum() if weighed else torch.zeros(())
+
+    def _value(self, name: str, assignment: Assignment, server: Tree) -> Tensor:
+        """A term, which must be one number."""
+        value = self.terms()[name](assignment, server)
+        if not isinstance(value, Tensor) or value.dim():
+            got = f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else described(value)
+            raise SettingError(f"the term {name!r} of {type(self).__name__} must be a tensor of one number, got {got}")
+        return value
 
     # ------------------------------------------------------------------ the server
     def init(self, params: Params) -> Tree:

@@ -1,5 +1,6 @@
 """A whole run: rounds, records, checkpoints, summary."""
 
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +21,16 @@ from fedprior.core.storage import from_bytes, reading, to_bytes
 from fedprior.engines import ranks
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import Engine, engine, mode_of
-from fedprior.engines.server_state import STILL, Record, final_model, learned, stands_still, totals, with_values
+from fedprior.engines.server_state import (
+    STILL,
+    Record,
+    final_model,
+    learned,
+    left_out_often,
+    stands_still,
+    totals,
+    with_values,
+)
 from fedprior.report.jumps import line, seen_now
 from fedprior.report.run_tables import table_of_summaries
 from fedprior.report.table import Table
@@ -28,6 +38,8 @@ from fedprior.runs import checkpoint, early, kept
 from fedprior.runs.folder import RunFolder, checksum
 from fedprior.version import __version__
 
+LARGE = 2
+"""A client with more than so many times the median's examples is a large one."""
 Progress = Callable[[Record], object]
 """Called after every round with its record. If it returns STOP, the run ends there."""
 
@@ -101,6 +113,23 @@ class Session:
                 FedpriorWarning,
                 stacklevel=2,
             )
+
+        if ranks.first():
+            self._warn_of_large_clients()
+
+    def _warn_of_large_clients(self) -> None:
+        """A client with many examples takes many steps: it goes far, and is not at fault."""
+        sizes = self.simulation.data.train.sizes
+        for client in left_out_often(self.records):
+            own, usual = int(sizes[client]), statistics.median(sizes)
+            if own > LARGE * usual:
+                warnings.warn(
+                    f"client {client} was left out in {STILL} rounds, because it went far from the server, but it "
+                    f"has {own:,} training examples where others have {usual:,.0f}, and so takes more steps. If it is "
+                    f"honest, give a bound above {self.settings.bound:g}, or 0",
+                    FedpriorWarning,
+                    stacklevel=3,
+                )
 
     def look_back(self) -> None:
         """Keep the model if it is the best so far, and stop the run if patience has run out."""

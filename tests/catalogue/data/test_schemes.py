@@ -153,6 +153,10 @@ def test_arrays_and_lists_are_divided_like_tensors(kind):
         ({"owners": ["a", "b"] * 20}, "only partition='column' takes owners, not 'iid'"),
         ({"test": (torch.zeros(4, 3),)}, "test must be two tensors"),
         ({"test": (torch.zeros(4, 3), torch.zeros(3))}, "4 inputs but 3 targets in test"),
+        (
+            {"test": ({"words": torch.zeros(4, 3), "mask": torch.zeros(2)}, torch.zeros(4))},
+            "there are 4 words, 2 mask but 4 targets in test",
+        ),
         ({"test": (torch.zeros(4, 3), ["a"] * 4)}, "test cannot become tensors"),
     ],
 )

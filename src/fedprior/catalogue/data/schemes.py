@@ -215,7 +215,9 @@ def _pair(name: str, given: Any) -> tuple[ModelInputs, Tensor]:
         raise DataError(f"{name} cannot become tensors: {str(error).splitlines()[0]}") from error
     lengths = [len(part) if part.dim() else "single" for part in (*tensors(x), y)]
     if "single" in lengths or len(set(lengths)) > 1:
-        raise DataError(f"there are {lengths[0]} inputs but {lengths[-1]} targets in {name}")
+        counts = zip(inputs, lengths, strict=False) if several else [("inputs", lengths[0])]
+        each = ", ".join(f"{count} {part}" for part, count in counts)
+        raise DataError(f"there are {each} but {lengths[-1]} targets in {name}")
     return x, y
 
 

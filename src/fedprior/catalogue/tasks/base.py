@@ -100,13 +100,20 @@ def task_elsewhere(name: str, network: Network, clients: int, test: tuple[ModelI
     return Task(name, network, replace(known, train=none, test=Shards(torch.arange(len(known.test_y)), none.offsets)))
 
 
+TAKEN = re.compile("^(loss|accuracy)$|_(late|worst|spread)$")
+"""Names that a record has of its own."""
+
+
 def check_metrics(metrics: Mapping[str, Metric | Whole] | None) -> dict[str, Metric | Whole]:
     """The user's own metrics, by names that a record can have."""
     if not isinstance(metrics, Mapping | None):
         raise SettingError("metrics must be functions by name, such as metrics={'mae': lambda outputs, targets: …}")
     for name, metric in (metrics or {}).items():
-        if not isinstance(name, str) or not re.fullmatch(r"\w+", name) or name in ("loss", "accuracy", "accuracy_late"):
-            raise SettingError(f"a metric needs a name of letters and digits, not loss or accuracy; got {name!r}")
+        if not isinstance(name, str) or not re.fullmatch(r"\w+", name) or TAKEN.search(name):
+            raise SettingError(
+                "a metric needs a name of letters and digits, not loss, accuracy or one that ends in _late, _worst or "
+                f"_spread; got {name!r}"
+            )
         if not callable(metric) and not isinstance(metric, Whole):
             raise SettingError(f"metric {name!r} is not a function of outputs and targets")
     return dict(metrics or {})
