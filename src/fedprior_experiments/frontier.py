@@ -67,16 +67,16 @@ class Grid:
         for name in self.methods:
             if name not in METHODS:
                 raise nearest(name, METHODS, "method")
-        for precision in self.wires:
-            Wire.of(precision)
         for number in (*self.sparsities, *self.shares):
             if not 0 <= number < 1:
                 raise SettingError(f"sparsities and shares must be at least 0 and below 1, got {number}")
         if not self.dropout.keys() <= NO_DROPOUT.keys():
             raise SettingError(f"dropout has the rates {' and '.join(NO_DROPOUT)}, got {', '.join(self.dropout)}")
-        for given in (self.methods, self.sparsities, self.shares, self.wires):
+        precisions = [Wire.of(precision) for precision in self.wires]  # int4 and int4/int4 are one
+        for given in (self.methods, self.sparsities, self.shares, self.seeds, precisions):
             if len(set(given)) < len(given):
-                raise SettingError(f"{', '.join(map(str, given))} names something twice")
+                named = self.wires if given is precisions else given
+                raise SettingError(f"{', '.join(map(str, named))} names something twice")
         if not any(self.points(name) for name in self.methods) or not self.wires:
             raise SettingError(
                 "there is nothing to draw: name methods and wires, and sparsities for those that need one"

@@ -71,6 +71,9 @@ def naive(rounds: list[list[float]], bound: float) -> list[tuple[list[bool], lis
         usual = statistics.median_low(known) if known else statistics.median_low(finite)
         if len(known) < RECENT and finite:
             usual = max(usual, min(statistics.median_low(finite), bound * usual))
+        latest = max([statistics.median_low(finite), *medians[-1:]])
+        if len(distances) >= 3 and latest > 0:
+            usual = min(usual, latest)
         apart = [(d / usual if usual > 0 else 0.0) if math.isfinite(d) else math.inf for d in distances]
         found.append(([a <= bound for a in apart], apart))
         medians.append(statistics.median_low(finite))
@@ -82,7 +85,8 @@ def test_the_rule_is_that_of_plain_python(vectorised: bool) -> None:
     """Distances over twenty rounds, zeros and infinities among them; stacked, beside a run with others."""
     draw = torch.Generator().manual_seed(3)
     rounds = torch.exp(2 * torch.randn(20, 2, 5, generator=draw, dtype=torch.float64))
-    rounds[0, :, 3], rounds[4], rounds[7, 0, :2], rounds[9, 0] = math.inf, 0.0, math.nan, 1e40
+    rounds[0, :, 3], rounds[4], rounds[5, :, :3] = math.inf, 0.0, 0.0
+    rounds[7, 0, :2], rounds[9, 0] = math.nan, 1e40
     algorithm = Algorithm(Gaussian(), {}, bound=3.0)
     start = algorithm.init({"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros((), dtype=torch.float64)})
     own = trees.stack([start, start]) if vectorised else start
@@ -160,6 +164,19 @@ def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
         expected.append(math.inf if i == 11 else math.hypot(*step) * more)
     assert found == pytest.approx(expected, rel=1e-9)
     assert sum(one > 8 for one in found) > int((steps.norm(dim=1) > 8).sum()) + 1
+
+
+def test_one_by_one_steps_shrink() -> None:
+    """Usual is 4 by eight rounds, and 2 by the last: from the third upload on, 2 counts, and 3 if the others say so."""
+    algorithm = Algorithm(Gaussian(), {}, bound=8.0)
+    known = torch.tensor([4.0, 4, 5, 4, 4, 3, 3, 2], dtype=torch.float64)
+    server = {**algorithm.init({"a": torch.zeros(1, dtype=torch.float64)}), "usual": {"weights": known}}
+    given, earlier = [1.0, 20.0, 20.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 20.0], Earlier()
+    found = [
+        one_apart(algorithm, server, {"weights": {"a": torch.tensor([step], dtype=torch.float64)}}, earlier)
+        for step in given
+    ]
+    assert [step / far for step, far in zip(given, found, strict=True)] == [4, 4, 4, 2, 2, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -83,6 +83,8 @@ def test_every_method_has_every_wire_and_settings_reach_those_that_know_them(tmp
         ({}, {"wire": "int4"}, "not with --set"),
         ({}, {"linear_rate": "0.5"}, "not with --set"),
         ({"sparsities": [0.5, 0.5]}, {}, "twice"),
+        ({"seeds": [3, 3]}, {}, "3, 3 names something twice"),
+        ({"wires": ["int4", "int4/int4"]}, {}, "int4, int4/int4 names something twice"),
         ({"methods": ["narrow"], "sparsities": []}, {}, "nothing to draw"),
         ({"dropout": {"input_rate": "0.1"}}, {}, "conv_rate and linear_rate, got input_rate"),
     ],

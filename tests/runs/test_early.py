@@ -11,6 +11,8 @@ from torch import nn
 
 import fedprior
 from fedprior import FedpriorError, RunError, SettingError
+from fedprior.priors.gaussian import Gaussian
+from fedprior.runs import asked
 from fedprior.runs.early import best
 
 
@@ -136,5 +138,43 @@ def test_impossible_settings_are_refused(small_task):
         with pytest.raises(SettingError, match="needs test examples"):
             fedprior.run(unjudged, "fedavg", **setting)
     assert fedprior.run(unjudged, "fedavg", keep="best", by="sparsity").best is not None
-    with pytest.raises(SettingError, match="by=recall: evaluations have no recall; they have "):
-        fedprior.run(small_task(), "fedavg", patience=1, by="recall")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedsparse", "fednarrow"])
+def test_every_number_of_the_records_can_judge_and_no_other(small_task, name):
+    """Against the records of a run. What is known before training begins with the round, unlike what records show."""
+    task = small_task(rounds=1)
+    settings = {"unseen": 0.25, "keep": "best", "clients_per_round": 2}
+    (record,) = fedprior.run(task, name, **settings).records
+    fields = [key for key, value in record.items() if isinstance(value, int | float)]
+    assert {"unseen_loss", "newcomer_accuracy", "global_accuracy_worst", "local_loss_spread", "sparsity"} < {*fields}
+    for field in fields:
+        asked.assemble(task, name, {**settings, "by": field})
+        asked.assemble(task, name, {**settings, "by": f"-{field}"})
+    for wrong in ("recall", "-recall", "global", "accuracy", "unseen_recall", "faults"):
+        with pytest.raises(
+            SettingError, match=f"by={wrong}: evaluations have no {wrong.removeprefix('-')}; they have round"
+        ):
+            fedprior.run(task, name, **settings, by=wrong)
+    with pytest.raises(SettingError, match=r"evaluations have no unseen_loss; they have round, .*local_loss_worst"):
+        fedprior.run(task, name, patience=1, by="unseen_loss")
+    with pytest.raises(SettingError, match="evaluations have no units/none; they have train_loss"):  # only records know
+        fedprior.run(task, name, **settings, by="units/none")
+
+
+def test_a_run_of_a_field_that_does_not_exist_leaves_no_folder(small_task, tmp_path):
+    with pytest.raises(SettingError, match="evaluations have no foo"):
+        fedprior.run(small_task(), "fedavg", patience=1, by="foo", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_prior_of_ones_own_counts_can_judge(small_task):
+    class Counting(Gaussian):
+        def tally(self, server):
+            return {"centres": 1}
+
+    task = small_task(rounds=1)
+    own = fedprior.Algorithm(Counting(), local={"weights": fedprior.Optimiser("SGD", {"lr": 0.1})})
+    assert fedprior.run(task, own, keep="best", by="centres").summary["best_centres"] == 1
+    with pytest.raises(SettingError, match="evaluations have no centre;"):
+        fedprior.run(task, own, keep="best", by="centre")

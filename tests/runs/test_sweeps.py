@@ -66,6 +66,14 @@ def test_brackets_keep_a_value_together():
     [
         ((0, 0), {}, "twice"),
         ((0,), {"lambda0": "1e-6,1e-6"}, "twice"),
+        (
+            (0, 1),
+            {"lambda0": "5e-6,1e-6,0.000005"},
+            "^'fedsparse lambda0=5e-6' and 'fedsparse lambda0=0.000005' are the same",
+        ),
+        ((0,), {"alpha": "1,1.0"}, "alpha=1' and 'fedsparse alpha=1.0' are the same settings"),
+        ((0,), {"wire": "int4,int4/int4"}, "are the same settings"),
+        ((0,), {"local_optimiser": "SGD(lr=0.1),SGD(lr=1e-1)"}, "are the same settings"),
         ((0,), {"seed": "1,2"}, "--seeds"),
         ((0,), {"lambda0": "1e-6,,1e-5"}, "empty"),
         ((0,), {"lamda0": "1e-6"}, "lambda0"),
@@ -74,6 +82,11 @@ def test_brackets_keep_a_value_together():
 def test_an_impossible_plan_is_refused(tmp_path, seeds, settings, message):
     with pytest.raises(SettingError, match=message):
         plan(tmp_path, seeds, **settings)
+
+
+def test_values_that_differ_are_no_repetition(tmp_path):
+    found = plan(tmp_path, lambda0="5e-6,5.0000001e-6", wire="int4,int8/int4,int4/int8", alpha="1,2")
+    assert len(found) == 2 * 2 * 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,32 @@ def test_a_run_on_disk_has_the_same_posterior(small_task, tmp_path, plain_arithm
     assert torch.equal(again(x), fedprior.posterior(result, samples=3)(x))
 
 
+def test_a_posterior_of_another_run_is_refused(small_task, tmp_path):
+    """Also of one that differs only in its seed, and of the same one earlier; but a network of one's own is welcome."""
+    task = small_task(dtype=torch.float64)
+    runs = {
+        seed: fedprior.run(task, "fedpm", rounds=2, seed=seed, workers=1, out=tmp_path / str(seed)) for seed in (0, 1)
+    }
+    own = fedprior.posterior(runs[0], samples=2)
+    for same in (runs[0], tmp_path / "0"):
+        assert fedprior.evaluate(same, posterior=own, task=task)["title"] == "own, fedpm, round 2"
+    assert fedprior.evaluate(runs[0], posterior=fedprior.posterior(tmp_path / "0", samples=2, task=task))["server"]
+    assert fedprior.evaluate(runs[0], posterior=runs[1].model)["server"]
+    with pytest.raises(
+        SettingError, match="is of another run with this title, and the run is own, fedpm, round 2: draw"
+    ):
+        fedprior.evaluate(runs[1], posterior=own)
+    with pytest.raises(
+        SettingError, match="the posterior is of own, fedpm, round 2, and the run is own, fedavg, round 1"
+    ):
+        fedprior.evaluate(fedprior.run(task, "fedavg", rounds=1), posterior=own)
+    fedprior.resume(tmp_path / "0", task=task, rounds=3)
+    with pytest.raises(
+        SettingError, match="the posterior is of own, fedpm, round 2, and the run is own, fedpm, round 3"
+    ):
+        fedprior.evaluate(tmp_path / "0", posterior=own, task=task)
+
+
 def test_what_is_no_posterior_is_refused(small_task):
     result = trained(small_task, "fedavg")
     for given, why in (

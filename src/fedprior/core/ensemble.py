@@ -1,9 +1,18 @@
 """Several models that act as one."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+class Source(NamedTuple):
+    """The run that an ensemble was drawn from."""
+
+    title: str
+    records: str
+    """A checksum of its records up to there: no two runs have the same."""
 
 
 class Ensemble(nn.Module):
@@ -12,9 +21,9 @@ class Ensemble(nn.Module):
     If outputs are not class logits (`class_dim` is None), it outputs the members' mean.
     """
 
-    def __init__(self, members: Iterable[nn.Module], class_dim: int | None = -1) -> None:
+    def __init__(self, members: Iterable[nn.Module], class_dim: int | None = -1, source: Source | None = None) -> None:
         super().__init__()
-        self.members, self.class_dim = nn.ModuleList(members), class_dim
+        self.members, self.class_dim, self.source = nn.ModuleList(members), class_dim, source
 
     def __call__(self, *x: Tensor, **named: Tensor) -> Tensor:
         """The same for several inputs, which are passed by name: fx, which writes exports, cannot trace those."""

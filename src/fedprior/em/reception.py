@@ -2,7 +2,8 @@
 
     d_s       the distance of an upload from the server's state, over what was sent
     usual     the median over the last rounds of each round's median d. Until so many are known, the round's own median
-              if it is larger, at most bound times: steps may grow several times between a run's first rounds
+              if it is larger, at most bound times: steps may grow several times between a run's first rounds. Of three
+              or more uploads, at most the larger of this round's median and the last one's: steps shrink as well
     kept_s    d_s ≤ bound · usual, for each section of the message: weights, control variates, statistics
 
 In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 others:
@@ -163,6 +164,9 @@ def _usual(distance: Tensor, before: Tensor, fine: Tensor, bound: float = 1.0) -
     recent = before.sort().values.gather(0, place.reshape(1))
     young = torch.maximum(recent, torch.minimum(middle, bound * recent))
     typical = torch.where(known < size, young, recent)
+    shrunk = torch.maximum(before[-1:], middle)
+    if distance.shape[0] >= SEVERAL:
+        typical = torch.where(shrunk > 0, torch.minimum(typical, shrunk), typical)
     return torch.where(known > 0, typical, middle), middle
 
 

@@ -24,6 +24,7 @@ from fedprior.em import Algorithm
 from fedprior.engines.build import check_run, check_useful
 from fedprior.engines.privacy import with_noise
 from fedprior.engines.unseen import held_out
+from fedprior.runs.early import check_by
 from fedprior.version import __version__
 
 Config: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -93,6 +94,7 @@ def assemble(
     settings = with_noise(settings, data.clients - held_out(data.clients, settings.unseen))
     check_run(settings, algorithm, task.network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_useful(settings, algorithm, task.network, data.clients, tested=len(data.test_y) > 0)
+    check_by(settings, algorithm, task.network, data)
     return Parts(task, algorithm, settings)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprior.catalogue.tasks import Task
+from fedprior.core.choices import directions
 from fedprior.core.errors import DivergedError, SettingError
 from fedprior.core.options import plain
 from fedprior.engines.modes import mode_of
@@ -132,7 +133,20 @@ def plan(
             )
     if len({spec.out for spec in specs}) < len(specs):
         raise SettingError("a seed or a value of a setting is given twice; each run needs its own folder")
+    _check_apart(specs)
     return specs
+
+
+def _check_apart(specs: Sequence[Spec]) -> None:
+    """Refuse one run under two labels: 5e-6 and 0.000005 are one value."""
+    seen: dict[str, str] = {}
+    for spec in specs:
+        config = spec.config()
+        run = {**config["run"], "label": ""}
+        run |= {"wire": directions(run["wire"])} if "wire" in run else {}
+        known = seen.setdefault(json.dumps({**config, "run": run}, default=str), spec.label)
+        if known != spec.label:
+            raise SettingError(f"{known!r} and {spec.label!r} are the same settings; each run needs its own")
 
 
 def grid(settings: Mapping[str, str]) -> Iterator[dict[str, str]]:

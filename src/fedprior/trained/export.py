@@ -1,6 +1,7 @@
 """What comes out of a run: the server's model, a client's own, their accuracy on any data, and files to ship."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from fedprior.catalogue.data.images import Scale
 from fedprior.catalogue.data.text import Alphabet
 from fedprior.catalogue.tasks import Task
 from fedprior.catalogue.tasks.base import examined
-from fedprior.core.ensemble import Ensemble
+from fedprior.core.ensemble import Ensemble, Source
 from fedprior.core.errors import DataError, ModelError, RunError, SettingError, described
 from fedprior.core.inputs import ModelInputs
 from fedprior.core.keys import Purpose, Turn
@@ -27,7 +28,7 @@ from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import final_model, learned, with_values
 from fedprior.runs import checkpoint, early, start
 from fedprior.runs.drive import Result
-from fedprior.runs.folder import RunFolder
+from fedprior.runs.folder import RunFolder, checksum
 from fedprior.trained.compact.export_folder import Description, export_module
 from fedprior.trained.compact.inputs import Reader
 from fedprior.trained.compact.predict import outputs_of
@@ -46,6 +47,7 @@ class Trained(NamedTuple):
     judged: tuple[Network, Measures]
     """The loss and the other measures by which it is judged."""
     title: str
+    source: Source
     client: int | None
     scale: Scale | Alphabet | None
 
@@ -79,10 +81,18 @@ def trained(
     module = server if personalise is None else personal_model(sim, personalise)
     rows = sim.data.test.rows.unique() if personalise is None else sim.data.test[personalise]
     who = "" if personalise is None else f", client {personalise}'s own model"
-    title = f"{about['task']}, {about['label']}, round {number}{who}"
+    source = source_of(run, about, number)
     x, y = sim.data.test_x[rows].cpu(), sim.data.test_y[rows].cpu()
     judged = sim.network, sim.measures
-    return Trained(module.cpu().eval(), server.cpu().eval(), x, y, judged, title, personalise, scale)
+    return Trained(
+        module.cpu().eval(), server.cpu().eval(), x, y, judged, source.title + who, source, personalise, scale
+    )
+
+
+def source_of(run: Result | Path | str, about: Mapping[str, str], number: int) -> Source:
+    """Tell a run after this many rounds from every other run."""
+    records = run.records if isinstance(run, Result) else RunFolder(Path(run)).records()
+    return Source(f"{about['task']}, {about['label']}, round {number}", checksum(records[:number]))
 
 
 def _restored(
@@ -117,11 +127,14 @@ def _restored(
     return about, task.scale, sim, final_model(algorithm, sim.server, sim.network.module, sim.measures.class_dim)
 
 
-def simulation_of(run: Result | Path | str, task: Task | None, algorithm: Algorithm | None, call: str) -> Simulation:
-    """A run's simulation where it stopped."""
+def simulation_of(
+    run: Result | Path | str, task: Task | None, algorithm: Algorithm | None, call: str
+) -> tuple[Mapping[str, str], Simulation]:
+    """What a run is about, and its simulation where it stopped."""
     if isinstance(run, Result):
-        return run.simulation
-    return _restored(RunFolder(Path(run)), task, algorithm, with_state=True, best=False, call=call)[2]
+        return run.summary, run.simulation
+    about, _, sim, _ = _restored(RunFolder(Path(run)), task, algorithm, with_state=True, best=False, call=call)
+    return about, sim
 
 
 def personal_model(sim: Simulation, client: int) -> nn.Module:
@@ -225,6 +238,7 @@ def evaluate(
     if network is not None:
         task, data = task_of(run, task, network, data), None
     found = trained(run, personalise=personalise, best=best, task=task, algorithm=algorithm, call="evaluate")
+    _check_source(posterior, found.source)
     x, y = (found.x, found.y) if data is None else _read(data, found)
     if len(x) == 0:
         raise DataError("there are no test examples to evaluate on; give some (--data)")
@@ -232,6 +246,14 @@ def evaluate(
     alone = personalise is None and posterior is None
     beside = {} if alone else {"server": _score(found.server, x, y, *found.judged)}
     return {"title": found.title, "examples": len(y), **own, **beside}
+
+
+def _check_source(posterior: nn.Module | None, own: Source) -> None:
+    """Refuse an ensemble of another run. A network that `fedprior.posterior` did not make may be anything."""
+    source = posterior.source if isinstance(posterior, Ensemble) else None
+    if source and source != own:
+        other = f"of {source.title}" if source.title != own.title else "of another run with this title"
+        raise SettingError(f"the posterior is {other}, and the run is {own.title}: draw it from the run itself")
 
 
 def _read(data: Examples | Path | str, found: Trained) -> Examples:

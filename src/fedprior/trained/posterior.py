@@ -23,7 +23,7 @@ from fedprior.engines.loop.round import Simulation
 from fedprior.engines.server_state import with_values
 from fedprior.runs.drive import Result
 from fedprior.trained.elsewhere import task_of
-from fedprior.trained.export import personal_model, simulation_of
+from fedprior.trained.export import personal_model, simulation_of, source_of
 
 SOURCES = ("prior", "clients")
 
@@ -44,7 +44,7 @@ def posterior(
     """
     if of not in SOURCES:
         raise SettingError(f"of must be {either(SOURCES)}, got {of!r}")
-    sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
+    about, sim = simulation_of(run, task_of(run, task, network), algorithm, "posterior")
     if not isinstance(samples, int) or samples < 1:
         raise SettingError(f"samples must be a whole number of at least 1, got {samples!r}")
     if of == "clients" and samples > sim.data.clients:
@@ -54,7 +54,8 @@ def posterior(
         members = [personal_model(sim, client) for client in chosen]
     else:
         members = [with_values(copy.deepcopy(sim.network.module), one) for one in _draws(sim, samples)]
-    return Ensemble([member.cpu() for member in members], sim.measures.class_dim).eval()
+    source = source_of(run, about, sim.round)
+    return Ensemble([member.cpu() for member in members], sim.measures.class_dim, source).eval()
 
 
 def _draws(sim: Simulation, samples: int) -> list[Params]:
