@@ -26,6 +26,10 @@ def of_another(name, model):
     return fedprior.run(task(model), fedprior.algorithm(name, task().network))
 
 
+def own_algorithm():
+    return fedprior.Algorithm(fedprior.priors.gaussian.Gaussian(), {"weights": fedprior.Optimiser("SGD", {"lr": 0.1})})
+
+
 class TwoOutputs(nn.Linear):
     def forward(self, x):
         return super().forward(x), x
@@ -58,7 +62,7 @@ USES = {
     "labels in a column": (lambda: task(clients=[(X, Y[:, None])]), "give one label per example"),
     "one hot": (lambda: task(clients=[(X, nn.functional.one_hot(Y))]), "give one label per example"),
     "labels from 1": (lambda: task(clients=[(X, Y + 1)]), "the training label 2, but labels must lie between 0 and 1"),
-    "negative labels": (lambda: task(clients=[(X, Y - 1)]), "the training label -1"),
+    "negative labels": (lambda: task(clients=[(X, Y - 1)]), "the training label -1, but labels count from 0$"),
     "an empty client": (lambda: task(clients=[CLIENT, (X[:0], Y[:0])]), "client 1 has no training examples"),
     "fewer labels": (lambda: task(clients=[(X, Y[:5])]), "8 training inputs but 5 training targets"),
     "other shapes": (lambda: task(clients=[CLIENT, (X[:, :2], Y)]), r"client 1 has training inputs of shape \(2,\)"),
@@ -71,6 +75,26 @@ USES = {
     "a setting of an algorithm for a run": (
         lambda: fedprior.run(task(), "fedsparse", lambda0=1e-5),
         r"fedprior.algorithm\('fedsparse', task.network, lambda0=…\)",
+    ),
+    "a setting that the algorithm shares with others": (
+        lambda: fedprior.run(task(), "fedprox", precision=0.2),
+        r"run\(task, fedprior.algorithm\('fedprox', task.network, precision=…\)\)",
+    ),
+    "a setting of one's own algorithm": (
+        lambda: fedprior.run(task(), own_algorithm(), scale=0.1),
+        "^unknown setting of a run 'scale'; an algorithm of your own takes its settings where you make it$",
+    ),
+    "a prior for an algorithm": (
+        lambda: fedprior.run("mnist-mini", own_algorithm().prior, scale=0.1),
+        "^the algorithm is a Gaussian; give its name, or one made by fedprior.algorithm",
+    ),
+    "draws of one network": (
+        lambda: fedprior.posterior(fedprior.run(task(rounds=1, clients_per_round=2), "fedsparse-sized")),
+        "^fedsparse-sized draws the same network each time",
+    ),
+    "draws of one network by one's own": (
+        lambda: fedprior.posterior(fedprior.run(task(rounds=1, clients_per_round=2), own_algorithm())),
+        "^Gaussian draws the same network each time",
     ),
     "a number for a callback": (lambda: fedprior.run(task(), progress=3), "progress is an int; give a function"),
     "a wrong value": (lambda: task(rounds="many"), "rounds must be a whole number"),

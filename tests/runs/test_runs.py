@@ -395,6 +395,10 @@ def test_an_own_algorithm_can_be_resumed_if_given_again(small_task, tmp_path):
     assert whole.summary["algorithm"] == whole.summary["label"] == "own"
     with pytest.raises(KeyboardInterrupt):
         fedprior.run(task, own(task), out=tmp_path / "run", progress=stop, checkpoint_every=1)
+    with pytest.raises(
+        RunError, match=r"used an algorithm of your own; sample it from Python: posterior\(.*algorithm=…"
+    ):
+        fedprior.posterior(tmp_path / "run", task=task)
     with pytest.raises(RunError, match=r"used an algorithm of your own; resume it from Python: .*algorithm=…"):
         fedprior.resume(tmp_path / "run", task=task)
     assert fedprior.resume(tmp_path / "run", task=task, algorithm=own(task)).records == whole.records

@@ -110,11 +110,14 @@ class FederatedData:
             _runs([len(t[1]) for t in tests]),
             classes if classes is not None else 0 if y.is_floating_point() else int(torch.cat([y, test_y]).max()) + 1,
         )
-        data.check(min_examples)
+        data.check(min_examples, counted=classes is None)
         return data
 
-    def check(self, min_examples: int = 2) -> None:
-        """Refuse data that cannot be trained on, and name the client."""
+    def check(self, min_examples: int = 2, *, counted: bool = False) -> None:
+        """Refuse data that cannot be trained on, and name the client.
+
+        If `counted`, there are as many classes as the labels say, so only what is below zero is known to be wrong.
+        """
         for what, x, y, shards in (
             ("training", self.x, self.y, self.train),
             ("test", self.test_x, self.test_y, self.test),
@@ -125,7 +128,9 @@ class FederatedData:
                 wrong = _not_finite(values)
                 if bool(wrong.any()):
                     raise DataError(f"client {shards.owner(wrong)} has {what} {part} that are not finite numbers")
-            self._check_labels(what, y, shards)
+            self._check_labels(
+                what, y, shards, "count from 0" if counted else f"must lie between 0 and {self.classes - 1}"
+            )
         sizes = np.diff(self.train.offsets)
         for client in np.flatnonzero(sizes < max(min_examples, 1))[:1]:
             if sizes[client] == 0:
@@ -134,15 +139,14 @@ class FederatedData:
                 f"client {client} has only {sizes[client]} training example; leave it out, or pass min_examples=1"
             )
 
-    def _check_labels(self, what: str, labels: Tensor, shards: Shards) -> None:
+    def _check_labels(self, what: str, labels: Tensor, shards: Shards, rule: str) -> None:
         """Check that class labels run from 0 to classes − 1. Real numbers are not labels; 0 classes means none."""
         if labels.is_floating_point() or labels.dim() != 1 or self.classes == 0:
             return
         wrong = (labels < 0) | (labels >= self.classes)
         if bool(wrong.any()):
             raise DataError(
-                f"client {shards.owner(wrong)} has the {what} label {int(labels[wrong][0])}, "
-                f"but labels must lie between 0 and {self.classes - 1}"
+                f"client {shards.owner(wrong)} has the {what} label {int(labels[wrong][0])}, but labels {rule}"
             )
 
     @property

@@ -12,6 +12,7 @@ from fedprior.catalogue.algorithms import (
     algorithm_settings,
     asked_algorithm,
     check_sized,
+    entry,
     run_settings,
 )
 from fedprior.catalogue.tasks import Task, task_options
@@ -82,15 +83,19 @@ def assemble(
     Settings that are not given have the task's default, or else the library's. Parts that cannot be trained are
     refused, and so is a setting that would have no effect.
     """
+    if isinstance(algorithm, str):
+        entry(algorithm)  # an unknown name is refused before a task is built
+    else:
+        check_kind(algorithm, Algorithm, "algorithm")
+    name = algorithm if isinstance(algorithm, str) else algorithm.name
     if isinstance(task, str):
-        task = named_task(task, seed=run_settings(run).seed, **task_settings or {})
+        task = named_task(task, seed=run_settings(run, algorithm=name).seed, **task_settings or {})
     check_kind(task, Task, "task")
     if isinstance(algorithm, str):
         usual = task.algorithms.get(algorithm, {})
         algorithm = asked_algorithm(algorithm, task.network, algorithm_settings or {}, usual)
-    check_kind(algorithm, Algorithm, "algorithm")
     seed = {} if task.seed is None else {"seed": task.seed}
-    data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients)
+    data, settings = task.data, run_settings({**seed, **task.defaults, **run}, task.data.clients, name)
     settings = with_noise(settings, data.clients - held_out(data.clients, settings.unseen))
     check_run(settings, algorithm, task.network, data.clients, uneven=len(set(data.train.sizes)) > 1)
     check_useful(settings, algorithm, task.network, data.clients, tested=len(data.test_y) > 0)

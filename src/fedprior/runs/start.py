@@ -167,11 +167,15 @@ def _one(outcomes: list[Result | DivergedError]) -> Result:
     return outcome
 
 
+VERBS = {"posterior": "sample"}
+"""What a call does to a run, if its name does not say it."""
+
+
 def rebuild(
     folder: RunFolder, task: Task | None, algorithm: Algorithm | None, call: str = "resume"
 ) -> tuple[dict[str, str], Settings, Task, Algorithm]:
     """A run's description, settings, task and algorithm, from its config or from what the user passes to `call`."""
-    path = folder.path
+    path, what = folder.path, f"{VERBS.get(call, call)} it"
     about, chosen, options, algorithm_options = read_config(folder)
     if task is None:
         if about["task"] not in TASKS and not is_file(about["task"]):
@@ -179,13 +183,13 @@ def rebuild(
             or_network = "" if call == "resume" else " or network=…"
             raise RunError(
                 f"{path} trained a task of your own, {about['task']!r}; "
-                f"{call} it {app}from Python: {call}({str(path)!r}, task=…{or_network})"
+                f"{what} {app}from Python: {call}({str(path)!r}, task=…{or_network})"
             )
         task = recorded_task(about["task"], options.pop("seed", chosen.seed), options)
     if algorithm is None:
         if about["algorithm"] == "own":
             raise RunError(
-                f"{path} used an algorithm of your own; {call} it from Python: {call}({str(path)!r}, algorithm=…)"
+                f"{path} used an algorithm of your own; {what} from Python: {call}({str(path)!r}, algorithm=…)"
             )
         algorithm = recorded_algorithm(about["algorithm"], task.network, algorithm_options)
     else:

@@ -70,8 +70,12 @@ def _draws(sim: Simulation, samples: int) -> list[Params]:
     drawn = [protocol.imagine(sim.algorithm, server, keys.fold(key, number)) for number in range(samples)]
     if samples > 1 and all(torch.equal(one[name], drawn[0][name]) for one in drawn for name in one):
         raise SettingError(
-            f"{type(sim.algorithm.prior).__name__} draws the same network each time, so its prior is sure of it: "
-            "use of='clients'"
+            f"{_named(sim.algorithm)} draws the same network each time, so its prior is sure of it: use of='clients'"
         )
     own = {name: value[0] for name, value in shipped.items()}
     return [{**own, **one} for one in drawn]
+
+
+def _named(algorithm: Algorithm) -> str:
+    """What a user calls an algorithm: its name or, if it is their own, their prior's."""
+    return type(algorithm.prior).__name__ if algorithm.name == "own" else algorithm.name

@@ -118,23 +118,31 @@ def check_sized(name: str) -> None:
         )
 
 
-def run_settings(given: Mapping[str, Any], clients: int = Settings.clients_per_round) -> Settings:
-    """Settings of a run from text or values; where there are few clients, cohorts are small by default."""
+def run_settings(given: Mapping[str, Any], clients: int = Settings.clients_per_round, algorithm: str = "") -> Settings:
+    """Settings of a run from text or values; where there are few clients, cohorts are small by default.
+
+    The name of the run's algorithm, if it is known, tells whose a setting is that no run has.
+    """
     for name in given:
         if name not in RUN_OPTIONS:
-            raise _unknown(name)
+            raise _unknown(name, algorithm)
     few = {"clients_per_round": min(Settings.clients_per_round, clients)}
     return Settings(**few | {name: convert(RUN_OPTIONS[name], value) for name, value in given.items()})
 
 
-def _unknown(name: str) -> SettingError:
+def _unknown(name: str, algorithm: str) -> SettingError:
     """The error for a name that is no setting of a run; those of an algorithm are given where it is made."""
-    for owner in ALGORITHMS:
-        if name in algorithm_settings(owner, {}):
-            return SettingError(
-                f"unknown setting of a run {name!r}; algorithms have it: run(task, "
-                f"fedprior.algorithm({owner!r}, task.network, {name}=…))"
-            )
+    owners = [owner for owner in ALGORITHMS if name in algorithm_settings(owner, {})]
+    if owners and algorithm and algorithm not in ALGORITHMS:
+        return SettingError(
+            f"unknown setting of a run {name!r}; an algorithm of your own takes its settings where you make it"
+        )
+    if owners:
+        owner = algorithm if algorithm in owners else owners[0]
+        return SettingError(
+            f"unknown setting of a run {name!r}; algorithms have it: run(task, "
+            f"fedprior.algorithm({owner!r}, task.network, {name}=…))"
+        )
     return nearest(name, RUN_OPTIONS, "setting of a run")
 
 
