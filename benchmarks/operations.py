@@ -165,7 +165,7 @@ def alike(tensor: int) -> Any:
 
 def kernels_once(counting: Counting) -> list[Any]:
     """The launches of fedprior's own kernels. What a gate is worth does not matter to the count."""
-    in_layers = {"launches": lambda layers, *_: len(layers)}
+    in_layers = {"launches": lambda layers, *_: -(-len(layers) // gates.LAYERS)}
     return [
         Registered(),
         *(once(counting, keys, name) for name in ("fold", "bits", "uniform", "dropout")),

@@ -91,7 +91,7 @@ def test_few_long_tensors_are_mapped_as_many_short_ones(dims: int, small: int, m
     shapes = {"a": (2, 3), "b": (2, 3, 4), "c": (2, 3, 2, 3), "d": (2, 3, 5)}
     one = {"x": {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}}
     one["x"]["a"] = one["x"]["a"].double()
-    two = trees.tree_map(torch.randn_like, one)
+    two = {"x": {name: torch.randn_like(one["x"][name]) for name in reversed(shapes)}}
     flags = torch.tensor([True, False])
     chosen = flags.reshape(-1, *[1] * dims)
 

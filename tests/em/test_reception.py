@@ -120,16 +120,16 @@ def counts(steps: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("vectorised", [False, True])
-@pytest.mark.parametrize("cohort", [2, 5])
+@pytest.mark.parametrize("cohort", [2, 4, 5])
 def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) -> None:
-    """Long and short steps in six dimensions, a third of them back, one not finite. Two cannot say which is back."""
+    """Long and short steps in six dimensions, a third of them back, one not finite. Four cannot say which is back."""
     draw = torch.Generator().manual_seed(5)
     steps = 0.8 + torch.randn(12, cohort, 6, generator=draw, dtype=torch.float64)
     steps *= torch.exp(torch.randn(12, cohort, 1, generator=draw, dtype=torch.float64)) * 100
     steps *= torch.where(torch.rand(12, cohort, 1, generator=draw) < 0.3, -1.0, 1.0)
     steps[3, 0] = math.nan
     far = [apart for _, apart in naive(steps.norm(dim=2).tolist(), 3.0)]
-    times = [counts(given) if cohort > 2 else [1.0] * 2 for given in steps.tolist()]
+    times = [counts(given) if cohort > 4 else [1.0] * cohort for given in steps.tolist()]
     algorithm, base = Algorithm(Gaussian(), {}, bound=3.0), torch.arange(6.0, dtype=torch.float64)
     server = algorithm.init({"a": base[:2].clone(), "b": base[2:].reshape(2, 2).clone()})
     for given, apart, more in zip(steps, far, times, strict=True):
@@ -141,11 +141,11 @@ def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) ->
         found, usual = (got.apart[0], trees.row(got.usual, 0)) if vectorised else (got.apart, got.usual)
         assert found.tolist() == pytest.approx([a * b for a, b in zip(apart, more, strict=True)], rel=1e-9)
         server = {**server, "usual": usual}
-    assert (sum(more.count(2.5) for more in times) > 10) == (cohort > 2)
+    assert (sum(more.count(2.5) for more in times) > 10) == (cohort > 4)
 
 
 def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
-    """From the third on; what is usual is known. Who is not finite or a thousand times too far is one of many."""
+    """From the fifth on; what is usual is known. Who is not finite or a thousand times too far is one of many."""
     draw = torch.Generator().manual_seed(5)
     steps = 0.5 + torch.randn(40, 6, generator=draw, dtype=torch.float64)
     steps[::5] *= -3
@@ -160,7 +160,7 @@ def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
         for step in steps
     ]
     for i, step in enumerate(steps.tolist()):
-        more = counts(steps[: i + 1].tolist())[-1] if i >= 2 else 1.0
+        more = counts(steps[: i + 1].tolist())[-1] if i >= 4 else 1.0
         expected.append(math.inf if i == 11 else math.hypot(*step) * more)
     assert found == pytest.approx(expected, rel=1e-9)
     assert sum(one > 8 for one in found) > int((steps.norm(dim=1) > 8).sum()) + 1

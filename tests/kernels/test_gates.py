@@ -30,7 +30,12 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_norms_equal_those_of_the_rows(device):
+@pytest.fixture(params=[24, 3, 1])
+def layers_per_launch(request, monkeypatch):
+    monkeypatch.setattr(gates, "LAYERS", request.param)
+
+
+def test_norms_equal_those_of_the_rows(device, layers_per_launch):
     given = [t for t in tensors(device) if t.dim() > 2]
     expected = torch.cat([t.flatten(2).square().sum(-1).sqrt() for t in given], 1)
     for norms in (gates.norms, row_norms):
@@ -38,7 +43,7 @@ def test_norms_equal_those_of_the_rows(device):
         close(norms([t[1] for t in given]), expected[1])
 
 
-def test_products_and_both_gradients_equal_torchs(device):
+def test_products_and_both_gradients_equal_torchs(device, layers_per_launch):
     given, z = tensors(device), gate_vector(device)
     directions = [torch.randn_like(t) for t in given]
 

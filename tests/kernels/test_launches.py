@@ -53,8 +53,8 @@ def test_a_round_launches_every_kernel(on_kernels, launches):
     task = fedprior.own_task(model(), small_clients((3, 4), (2, 2)), batch_size=4, rounds=1, clients_per_round=2)
     fedprior.run(task, "fedsparse", **on_kernels)
     assert set(launches) == {name for name, _ in kernels()}
-    # Three layers with gates, one step: one launch per layer, whatever the number of clients.
-    assert launches["gate_kernels.scale_backward_kernel"] == 3
+    # Three layers and one step: one launch for all gates or one per layer, whatever the number of clients.
+    assert launches["gate_kernels.scale_backward_kernel"] == 1
     assert launches["conv_kernels.weight_kernel"] == 3
     assert launches["conv_kernels.bias_kernel"] == 1
     assert launches["norm_kernels.norm_backward_kernel"] == 1

@@ -154,10 +154,12 @@ class TreeOptimiser:
         for section, optimiser in optimisers.items():
             if section not in tree:
                 raise SettingError(f"there is an optimiser for {section!r}, but the variables are {', '.join(tree)}")
-            values = {name: value.detach().clone() for name, value in tree[section].items()}
+            values = {name: value.detach() for name, value in tree[section].items()}
             if optimiser.joins and len(values) > 1 and len({(v.dtype, v.device) for v in values.values()}) == 1:
                 self.long[section] = _join(list(values.values()), rows)
                 values = _part(self.long[section], values)
+            else:
+                values = {name: value.clone() for name, value in values.items()}
             self.values[section] = values
             over = [self.long[section]] if section in self.long else list(values.values())
             self.optimisers[section] = optimiser.build(over)

@@ -57,14 +57,15 @@ def map_rows(fn: Callable[..., Tensor], dims: int, tree: Nest, *rest: Nest) -> N
 
     It is given small tensors of a type as one: for most of them, a GPU takes longer to launch than to compute.
     """
-    shapes = {path: leaf.shape[dims:] for path, leaf in leaves(tree)}
+    several = [dict(leaves(each)) for each in (tree, *rest)]
+    shapes = {path: leaf.shape[dims:] for path, leaf in several[0].items()}
     mapped: Params = {}
-    for paths, *several in zip(_alike(tree, dims), *(few_rows(each, dims) for each in (tree, *rest)), strict=True):
-        out = fn(*several)
+    for paths in _alike(tree, dims):
+        out = fn(*(joined_rows([each[path] for path in paths], dims) for each in several))
         pieces = out.split([shapes[path].numel() for path in paths], -1)
         mapped |= {path: x.reshape((*out.shape[:-1], *shapes[path])) for path, x in zip(paths, pieces, strict=True)}
-    each = iter([mapped[path] for path in shapes])
-    return tree_map(lambda _: next(each), tree)
+    in_order = iter([mapped[path] for path in shapes])
+    return tree_map(lambda _: next(in_order), tree)
 
 
 def few_rows(tree: Any, dims: int) -> list[Tensor]:

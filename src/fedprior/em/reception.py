@@ -6,7 +6,7 @@
               or more uploads, at most the larger of this round's median and the last one's: steps shrink as well
     kept_s    d_s ≤ bound · usual, for each section of the message: weights, control variates, statistics
 
-In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 others:
+In weights, d_s counts two and a half times if the step clearly points against those of the S − 1 ≥ 4 others:
 
     Σ_{t≠s} cos(φ_s − w, φ_t − w) < −0.3 √(S − 1)
 
@@ -39,7 +39,9 @@ CLEARLY = 0.3
 """How negative the sum of a step's cosines with n others must be, over √n: the length of a sum of n steps of length one
 that have nothing in common. Late in a run few honest steps have much in common."""
 SEVERAL = 3
-"""Of so many uploads, the lower median is not that of the farthest alone, and two can say that one points back."""
+"""Of so many uploads, the lower median is not that of the farthest alone."""
+TELLING = 5
+"""So many uploads can say that one of them points back. In fewer, an honest one does so by chance."""
 
 
 class Reception(NamedTuple):
@@ -117,7 +119,7 @@ def distances(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params
         parts = []
         for step in _steps(algorithm, name, uploads, server):
             parts.append(torch.linalg.vector_norm(step, dim=2, dtype=torch.float64))
-            if name == STEP and step.shape[1] == 1 and len(step) >= SEVERAL:
+            if name == STEP and step.shape[1] == 1 and len(step) >= TELLING:
                 products.append(step[:, 0] @ step[:, 0].T)
         found[name] = torch.linalg.vector_norm(torch.stack(parts), dim=0).amin(1)
     return found, torch.stack(products).sum(0) if products else None
@@ -197,7 +199,8 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier
         ratio = far / float(typical) if float(typical) > 0 else 0.0
         if name == STEP:
             along = _turn(earlier.heading, _steps(algorithm, name, alone, server), far)
-            ratio *= AGAINST if several and along < -CLEARLY * far * math.sqrt(len(known) - 1) else 1.0
+            clear = len(known) >= TELLING and along < -CLEARLY * far * math.sqrt(len(known) - 1)
+            ratio *= AGAINST if clear else 1.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
 

@@ -1,4 +1,4 @@
-"""Triton code of gates: one program per client and group of weights, or one lane per gate."""
+"""Triton code of gates: one program per client and group of weights, whatever its layer, or one lane per gate."""
 
 import triton
 import triton.language as tl
@@ -6,67 +6,89 @@ import triton.language as tl
 from fedprior.kernels.draw_kernels import draw, lanes
 
 
+# One launch takes tensors of any layers: tensor t has a row for each of the gates BEGIN[t] to END[t].
 @triton.jit
-def norm_kernel(w, norms, w_stride, units, first, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """‖w_g‖₂ of every row of `w`."""
-    unit = (tl.program_id(0) % units).to(tl.int64)
-    client = (tl.program_id(0) // units).to(tl.int64)
+def _program(BEGIN: tl.constexpr, END: tl.constexpr):
+    """This program's client and gate."""
+    count = END[len(END) - 1] - BEGIN[0]
+    return (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count + BEGIN[0]).to(tl.int64)
+
+
+@triton.jit
+def _row_norm(row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, WIDTH, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        value = tl.load(w + client * w_stride + unit * WIDTH + i, mask=i < WIDTH, other=0.0)
+        value = tl.load(row + i, mask=i < WIDTH, other=0.0)
         squares += value * value
-    tl.store(norms + client * gates + first + unit, tl.sqrt(tl.sum(squares, axis=0)))
+    return tl.sqrt(tl.sum(squares, axis=0))
+
+
+@triton.jit
+def _scale_row(row, out, z, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, WIDTH, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(out + i, tl.load(row + i, mask=i < WIDTH, other=0.0) * z, mask=i < WIDTH)
+
+
+@triton.jit
+def _row_backward(grad, row, out, z, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The row's gradient; returns its share of the gate's."""
+    products = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        g = tl.load(grad + i, mask=i < WIDTH, other=0.0)
+        tl.store(out + i, g * z, mask=i < WIDTH)
+        products += g * tl.load(row + i, mask=i < WIDTH, other=0.0)
+    return tl.sum(products, axis=0)
+
+
+@triton.jit
+def norm_kernel(
+    weights, strides, norms, gates,
+    BEGIN: tl.constexpr, END: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """‖w_g‖₂ of every row of every weight."""
+    client, gate = _program(BEGIN, END)
+    for t in tl.static_range(len(WIDTHS)):
+        if (gate >= BEGIN[t]) & (gate < END[t]):
+            row = weights[t] + client * strides[t] + (gate - BEGIN[t]) * WIDTHS[t]
+            tl.store(norms + client * gates + gate, _row_norm(row, WIDTHS[t], BLOCKS[t]))
 
 
 @triton.jit
 def scale_kernel(
-    w, a, b, z, out_w, out_a, out_b, w_stride, a_stride, b_stride, units, first, gates,
-    WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    tensors, out, strides, z, gates,
+    BEGIN: tl.constexpr, END: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Multiplies each group by its gate."""
-    unit = (tl.program_id(0) % units).to(tl.int64)
-    client = (tl.program_id(0) // units).to(tl.int64)
-    gate = tl.load(z + client * gates + first + unit)
-    row = client * units + unit
-    for start in range(0, WIDTH, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        value = tl.load(w + client * w_stride + unit * WIDTH + i, mask=i < WIDTH, other=0.0)
-        tl.store(out_w + row * WIDTH + i, value * gate, mask=i < WIDTH)
-    if A:
-        tl.store(out_a + row, tl.load(a + client * a_stride + unit) * gate)
-    if B:
-        tl.store(out_b + row, tl.load(b + client * b_stride + unit) * gate)
+    client, gate = _program(BEGIN, END)
+    factor = tl.load(z + client * gates + gate)
+    for t in tl.static_range(len(WIDTHS)):
+        if (gate >= BEGIN[t]) & (gate < END[t]):
+            unit = gate - BEGIN[t]
+            place = (client * (END[t] - BEGIN[t]) + unit) * WIDTHS[t]
+            row = tensors[t] + client * strides[t] + unit * WIDTHS[t]
+            _scale_row(row, out[t] + place, factor, WIDTHS[t], BLOCKS[t])
 
 
 @triton.jit
 def scale_backward_kernel(
-    grad_w, grad_a, grad_b, w, a, b, z, dw, da, db, dz,
-    grad_w_stride, grad_a_stride, grad_b_stride, w_stride, a_stride, b_stride, units, first, gates,
-    WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    grads, tensors, out, grad_strides, strides, z, dz, gates,
+    BEGIN: tl.constexpr, END: tl.constexpr, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the weights and of the gate, in one pass over both."""
-    unit = (tl.program_id(0) % units).to(tl.int64)
-    client = (tl.program_id(0) // units).to(tl.int64)
-    gate = tl.load(z + client * gates + first + unit)
-    row = client * units + unit
-    products = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        g = tl.load(grad_w + client * grad_w_stride + unit * WIDTH + i, mask=i < WIDTH, other=0.0)
-        value = tl.load(w + client * w_stride + unit * WIDTH + i, mask=i < WIDTH, other=0.0)
-        tl.store(dw + row * WIDTH + i, g * gate, mask=i < WIDTH)
-        products += g * value
-    total = tl.sum(products, axis=0)
-    if A:
-        g = tl.load(grad_a + client * grad_a_stride + unit)
-        total += g * tl.load(a + client * a_stride + unit)
-        tl.store(da + row, g * gate)
-    if B:
-        g = tl.load(grad_b + client * grad_b_stride + unit)
-        total += g * tl.load(b + client * b_stride + unit)
-        tl.store(db + row, g * gate)
-    tl.store(dz + client * gates + first + unit, total)
+    """Gradients of the groups and of their gates, in one pass over both."""
+    client, gate = _program(BEGIN, END)
+    factor = tl.load(z + client * gates + gate)
+    total = 0.0
+    for t in tl.static_range(len(WIDTHS)):
+        if (gate >= BEGIN[t]) & (gate < END[t]):
+            unit = gate - BEGIN[t]
+            place = (client * (END[t] - BEGIN[t]) + unit) * WIDTHS[t]
+            grad = grads[t] + client * grad_strides[t] + unit * WIDTHS[t]
+            row = tensors[t] + client * strides[t] + unit * WIDTHS[t]
+            total += _row_backward(grad, row, out[t] + place, factor, WIDTHS[t], BLOCKS[t])
+    tl.store(dz + client * gates + gate, total)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ with one entry per gate (a bias, or a norm's weight and bias). `units/rows.py` d
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from fedprior.kernels.function import Batched
 from fedprior.kernels.launch import strided, target
-from fedprior.units.rows import MOST, Rows, scale_rows
+from fedprior.units.rows import Rows, scale_rows
 
 BLOCK = 1024
+LAYERS = 24
+"""How many layers one launch takes: its arguments must fit into 4 KiB."""
 Layers = tuple[Rows, ...]
 
 
@@ -30,57 +33,53 @@ def scale(layers: Layers, gates: Tensor, tensors: Sequence[Tensor]) -> list[Tens
     return [t.squeeze(0) for t in out]
 
 
-class Slot(NamedTuple):
-    """What one launch works on: a layer's tensors, and where its gates stand."""
+class Launch(NamedTuple):
+    """What one launch works on: some tensors of layers that stand side by side, and where their gates stand."""
 
-    units: int
-    first: int
-    total: int
-    at: slice
+    tensors: slice
+    begin: tuple[int, ...]
+    """For each tensor, the place of its first gate in the vector of all."""
+    end: tuple[int, ...]
+    """That behind its last one."""
 
-    def options(self, width: int) -> dict[str, Any]:
-        """Compile-time sizes."""
-        count = self.at.stop - self.at.start
-        return {"A": count > 1, "B": count > 2, **_sizes(width)}
+    def programs(self, clients: int) -> tuple[int]:
+        """One for each gate of each client."""
+        return ((self.end[-1] - self.begin[0]) * clients,)
 
-
-def _sizes(width: int) -> dict[str, Any]:
-    block = min(BLOCK, max(32, 1 << (width - 1).bit_length()))
-    return {"WIDTH": width, "BLOCK": block, "num_warps": 4 if block >= 512 else 1}
-
-
-def _slots(layers: Layers) -> Iterator[Slot]:
-    total, first, start = sum(layer.units for layer in layers), 0, 0
-    for layer in layers:
-        yield Slot(layer.units, first, total, slice(start, start + layer.tensors))
-        first, start = first + layer.units, start + layer.tensors
+    def sizes(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Compile-time sizes: also the entries of each tensor's rows, and how many are read at a time."""
+        widths = tuple(t[0, 0].numel() for t in tensors)
+        blocks = tuple(min(BLOCK, max(32, 1 << (width - 1).bit_length())) for width in widths)
+        warps = 4 if max(blocks) >= 512 else 1
+        return {"BEGIN": self.begin, "END": self.end, "WIDTHS": widths, "BLOCKS": blocks, "num_warps": warps}
 
 
-def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A layer's tensors, made three; the first stands in for any that are missing."""
-    return [*tensors, *[tensors[0]] * (MOST - len(tensors))]
+def _launches(layers: Sequence[Rows]) -> Iterator[Launch]:
+    """One launch for as many layers as it takes."""
+    ends = list(accumulate(layer.units for layer in layers))
+    places = [(end - layer.units, end) for layer, end in zip(layers, ends, strict=True)]
+    start = 0
+    for i in range(0, len(layers), LAYERS):
+        chosen = list(zip(layers, places, strict=True))[i : i + LAYERS]
+        begin, end = zip(*(place for layer, place in chosen for _ in range(layer.tensors)), strict=True)
+        yield Launch(slice(start, start + len(begin)), begin, end)
+        start += len(begin)
 
 
-def _strides(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.stride(0) for t in tensors]
-
-
-def _width(tensor: Tensor) -> int:
-    """The number of entries in one row."""
-    return tensor[0, 0].numel()
+def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(t.stride(0) for t in tensors)
 
 
 def _norms(weights: Sequence[Tensor]) -> Tensor:
     from fedprior.kernels.gate_kernels import norm_kernel
 
     given = [strided(w) for w in weights]
-    clients, total, first = len(given[0]), sum(w.shape[1] for w in given), 0
-    out = given[0].new_empty(clients, total)
+    total = sum(w.shape[1] for w in given)
+    out = given[0].new_empty(len(given[0]), total)
     with target(out):
-        for w in given:
-            units = w.shape[1]
-            norm_kernel[(units * clients,)](w, out, w.stride(0), units, first, total, **_sizes(_width(w)))
-            first += units
+        for launch in _launches([Rows(w.shape[1], 1) for w in given]):
+            mine = tuple(given[launch.tensors])
+            norm_kernel[launch.programs(len(out))](mine, _strides(mine), out, total, **launch.sizes(mine))
     return out
 
 
@@ -90,13 +89,11 @@ def _scale(layers: Layers, z: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor
     z, given = z.contiguous(), [strided(t) for t in tensors]
     out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
     with target(z):
-        for slot in _slots(layers):
-            three = _three(given[slot.at])
-            width = _width(three[0])
-            scale_kernel[(slot.units * len(z),)](
-                *three, z, *_three(out[slot.at]), *_strides(three), slot.units, slot.first, slot.total,
-                **slot.options(width),
-            )  # fmt: skip
+        for launch in _launches(layers):
+            mine = tuple(given[launch.tensors])
+            scale_kernel[launch.programs(len(z))](
+                mine, tuple(out[launch.tensors]), _strides(mine), z, z.shape[1], **launch.sizes(mine)
+            )
     return tuple(out)
 
 
@@ -109,12 +106,11 @@ def _scale_backward(
     out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
     dz = torch.empty_like(z)
     with target(z):
-        for slot in _slots(layers):
-            g, three = _three(slopes[slot.at]), _three(given[slot.at])
-            width = _width(three[0])
-            scale_backward_kernel[(slot.units * len(z),)](
-                *g, *three, z, *_three(out[slot.at]), dz, *_strides(g), *_strides(three),
-                slot.units, slot.first, slot.total, **slot.options(width),
+        for launch in _launches(layers):
+            g, mine = tuple(slopes[launch.tensors]), tuple(given[launch.tensors])
+            scale_backward_kernel[launch.programs(len(z))](
+                g, mine, tuple(out[launch.tensors]), _strides(g), _strides(mine), z, dz, z.shape[1],
+                **launch.sizes(mine),
             )  # fmt: skip
     return dz, *out
 

@@ -1,5 +1,6 @@
 """Routing a model's own calls to the batched kernels: nothing in the user's `nn.Module` changes."""
 
+import importlib
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,9 +18,14 @@ from fedprior.kernels.launch import pair
 @lru_cache
 def available() -> bool:
     """Whether there is a GPU with TF32 tensor cores and a Triton to compile for it."""
-    if torch.version.hip or not torch.cuda.is_available() or find_spec("triton") is None:
+    if torch.version.hip or not torch.cuda.is_available() or not has_triton():
         return False
     return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and takes tuples of tensors, as of 3.3: torch 2.6 brings an older one."""
+    return find_spec("triton") is not None and hasattr(importlib.import_module("triton.language"), "tuple")
 
 
 class BatchedKernels(TorchFunctionMode):

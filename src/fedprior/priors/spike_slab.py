@@ -111,13 +111,11 @@ class SpikeSlab(MagnitudeGates):
 
     def slope(self, uploads: Tree, server: Tree, weight: Tensor | None = None) -> Tree:
         """∇w = z (w − φ_s) and ∇v = (z − θ) σ(v) / T on average: the paper's Algorithm 1, as descent."""
-        sent = torch.func.vmap(self.gating.rows)(uploads["gates"])
-        mean_of, values = averaging(weight), uploads["weights"]
-        known = {k: w * sent[k] if k in sent else w.expand_as(values[k]) for k, w in server["weights"].items()}
+        mean_of, z = averaging(weight), torch.func.vmap(self.gating.join)(uploads["gates"])
+        known = torch.func.vmap(lambda gates: self.gating.scale(server["weights"], gates))(z)
         # Take the difference first: a mean of equal numbers may differ from them, and Adam amplifies the last bit.
-        weights = map_rows(lambda w, own: mean_of(w - own), 1, known, values)
-        v = self.gating.join(server["thresholds"])
-        z, theta = torch.func.vmap(self.gating.join)(uploads["gates"]), self._logits(server, None)[1]
+        weights = map_rows(lambda w, own: mean_of(w - own), 1, known, uploads["weights"])
+        v, theta = self.gating.join(server["thresholds"]), self._logits(server, None)[1]
         thresholds = mean_of(z - theta) * v.sigmoid() / self.temperature
         if self.dense_rounds > 0:
             thresholds = torch.where(without_threshold(v), 0.0, thresholds)

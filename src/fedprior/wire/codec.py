@@ -130,8 +130,11 @@ def _count_plain(message: Tree, gates: Gates, layout: Layout) -> Tensor:
             else:
                 fixed += size
     count = torch.full((), fixed, dtype=torch.int64, device=next(leaves(message))[1].device)
-    for times, flat in masked.items():
-        count = count + (torch.cat(flat) > 0).sum() * times
+    if masked:
+        present = torch.cat([mask for flat in masked.values() for mask in flat]) > 0
+        pieces = present.split([sum(len(mask) for mask in flat) for flat in masked.values()])
+        for times, piece in zip(masked, pieces, strict=True):
+            count = count.add(piece.sum(), alpha=times)
     return count * layout.dtype.itemsize + HEADER_BYTES + _count_gates(gates, layout)
 
 
