@@ -70,10 +70,10 @@ def load(path: Path, kind: str, run: str | None) -> Saved:
     return found
 
 
-def header(path: Path) -> dict[str, str]:
-    """What a checkpoint says about itself, without its tensors."""
+def entry(path: Path, name: str) -> Tensor | None:
+    """One of a checkpoint's tensors, if it has it, without the others."""
     with reading(path), safetensors.safe_open(str(path), framework="pt") as file:
-        return dict(file.metadata() or {})
+        return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedprior.core import storage
 from fedprior.core.options import as_table, plain
 from fedprior.core.settings import EXTENDS, MACHINE
@@ -20,8 +22,9 @@ def save(path: Path, simulation: Simulation, records: str = "") -> None:
     tree: dict[str, Any] = {"server": simulation.server, "optimiser": moments}
     tree["memory"] = {str(client): remembered for client, remembered in simulation.memory.items()}
     tree["clients"] = simulation.scores
-    more = {"settings": json.dumps(_settings(simulation))}
-    saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree, more)
+    text = json.dumps(_settings(simulation)).encode()
+    tree["settings"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)  # as a tensor, the checksum covers it
+    saved = storage.Saved(_identity(simulation), simulation.round, simulation.seconds, records, tree)
     storage.save(path, FORMAT, saved)
 
 
@@ -47,8 +50,8 @@ def load(path: Path, simulation: Simulation) -> str:
 
 def changes(path: Path, simulation: Simulation) -> list[str]:
     """The settings that are not those of the rounds before the checkpoint: `lambda0 = 0.0005, before 5e-06`."""
-    with storage.reading(path):
-        before = json.loads(storage.header(path).get("settings", "{}"))  # an older version kept none
+    text = storage.entry(path, "settings")
+    before = {} if text is None else json.loads(text.numpy().tobytes())  # an older version kept none
     now = json.loads(json.dumps(_settings(simulation)))
     return [f"{name} = {now[name]}, before {was}" for name, was in before.items() if now.get(name, was) != was]
 
