@@ -18,6 +18,7 @@ import torch
 import fedprior
 from fedprior import RunError
 from fedprior.core import keys, trees
+from fedprior.core.errors import FedpriorWarning
 from fedprior.core.keys import Purpose, Turn
 from fedprior.report.records import read_run
 from fedprior.runs import checkpoint
@@ -363,7 +364,10 @@ def test_learning_rates_and_rounds_may_be_changed_in_the_config_before_resuming(
     """After a run has diverged that is what its user wants."""
     path = folder / "config.toml"
     path.write_text(path.read_text().replace("rounds = 5", "rounds = 6").replace("Adam(lr=0.001)", "Adam(lr=0.0001)"))
-    assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 6
+    with pytest.warns(
+        FedpriorWarning, match=r"from round 4 on, server_optimiser = Adam\(lr=0.0001\), before Adam\(lr=0.001\)"
+    ):
+        assert fedprior.resume(folder, task=small_task()).summary["rounds"] == 6
 
 
 def test_an_extended_run_is_unfinished_until_its_new_end(small_task, folder):
