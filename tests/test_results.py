@@ -88,6 +88,8 @@ def test_a_front_of_a_folder_of_runs_has_all_of_them(tmp_path, monkeypatch):
     shown = [row for row in rows.splitlines() if "sparse, int4" in row]
     assert len(shown) == 2
     assert all(row.rsplit("|", 2)[0] in whole for row in shown)
+    held = frontier.beside(tmp_path, "cifar10")  # as `--beside` of the same folder, which adds nothing
+    assert [run.path for run in frontier.kept([], held, held)] == [run.path for run in held]
 
 
 def test_fednarrow_of_the_papers_sparsity_on_cifar10_has_its_accuracy_with_fewer_bytes():

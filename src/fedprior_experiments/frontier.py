@@ -131,6 +131,14 @@ def read(specs: Sequence[Spec], others: Sequence[Run] = ()) -> list[Run]:
     return finished([run for run in found if isinstance(run, Run)])
 
 
+def kept(specs: Sequence[Spec], held: Sequence[Run], others: Sequence[Run] = ()) -> list[Run]:
+    """Return the finished runs of the specs, then the others that a folder holds, then those of other labels."""
+    planned = read(specs)
+    places, labels = {run.path for run in planned}, {run.label for run in held}
+    more = [run for run in held if run.path not in places]
+    return finished([*planned, *more, *(run for run in others if run.label not in labels)])
+
+
 def finished(runs_found: Sequence[Run]) -> list[Run]:
     """Return those that are."""
     return [run for run in runs_found if run.finished]

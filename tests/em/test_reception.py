@@ -25,6 +25,7 @@ from fedprior.engines.attack import ATTACKS, Attack
 from fedprior.engines.build import build
 from fedprior.engines.loop.round import Simulation
 from fedprior.engines.modes import engine
+from fedprior.engines.server_state import left_out, left_out_often
 from fedprior.priors import Gaussian
 from small_world import small_clients, small_net
 
@@ -109,18 +110,18 @@ def test_the_rule_is_that_of_plain_python(vectorised: bool) -> None:
 
 
 def counts(steps: list[list[float]]) -> list[float]:
-    """Plain Python: 2.5 for the steps whose cosines with n others add up to less than −0.3 √n, else 1."""
+    """Plain Python: 2.5 for the steps whose cosines with n ≥ 4 finite others add up to less than −0.3 √n, else 1."""
     units = [[x / math.hypot(*step) for x in step] for step in steps]
     found = []
     for own in units:
         others = [unit for unit in units if unit is not own and math.isfinite(unit[0])]
         cosines = sum(sum(map(operator.mul, own, unit)) for unit in others)
-        found.append(2.5 if cosines < -0.3 * (len(units) - 1) ** 0.5 else 1.0)
+        found.append(2.5 if len(others) >= 4 and cosines < -0.3 * len(others) ** 0.5 else 1.0)
     return found
 
 
 @pytest.mark.parametrize("vectorised", [False, True])
-@pytest.mark.parametrize("cohort", [2, 4, 5])
+@pytest.mark.parametrize("cohort", [2, 4, 5, 7])
 def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) -> None:
     """Long and short steps in six dimensions, a third of them back, one not finite. Four cannot say which is back."""
     draw = torch.Generator().manual_seed(5)
@@ -129,7 +130,7 @@ def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) ->
     steps *= torch.where(torch.rand(12, cohort, 1, generator=draw) < 0.3, -1.0, 1.0)
     steps[3, 0] = math.nan
     far = [apart for _, apart in naive(steps.norm(dim=2).tolist(), 3.0)]
-    times = [counts(given) if cohort > 4 else [1.0] * cohort for given in steps.tolist()]
+    times = [counts(given) for given in steps.tolist()]
     algorithm, base = Algorithm(Gaussian(), {}, bound=3.0), torch.arange(6.0, dtype=torch.float64)
     server = algorithm.init({"a": base[:2].clone(), "b": base[2:].reshape(2, 2).clone()})
     for given, apart, more in zip(steps, far, times, strict=True):
@@ -142,6 +143,25 @@ def test_a_step_against_the_others_counts_more(vectorised: bool, cohort: int) ->
         assert found.tolist() == pytest.approx([a * b for a, b in zip(apart, more, strict=True)], rel=1e-9)
         server = {**server, "usual": usual}
     assert (sum(more.count(2.5) for more in times) > 10) == (cohort > 4)
+
+
+def test_who_is_not_fine_says_nothing_about_directions() -> None:
+    """Five honest steps that have nothing in common, one of them long, beside five against it that are not fine."""
+    algorithm = Algorithm(Gaussian(), {}, bound=8.0)
+    server = algorithm.init({"a": torch.zeros(5, dtype=torch.float64)})
+    honest = torch.eye(5, dtype=torch.float64)
+    honest[4] *= 4
+    uploads = {"weights": {"a": torch.cat([honest, -honest[4:].expand(5, -1)])}}
+    got = receive(algorithm, server, uploads, Share(0.5), torch.tensor([True] * 5 + [False] * 5))
+    assert got.apart[:5].tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 4.0])
+    assert got.apart[5:].isinf().all()
+
+
+def test_one_by_one_a_step_that_is_nearly_zero_has_no_direction() -> None:
+    algorithm, earlier = Algorithm(Gaussian(), {}, bound=8.0), Earlier()
+    server = algorithm.init({"a": torch.zeros(3)})
+    uploads = [{"weights": {"a": torch.tensor([step, 0.0, 0.0])}} for step in (1e-40, 1.0, 1.0, 1e-40)]
+    assert max(one_apart(algorithm, server, upload, earlier) for upload in uploads[2:]) <= 1.0
 
 
 def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
@@ -160,7 +180,7 @@ def test_one_by_one_a_step_against_those_before_it_counts_more() -> None:
         for step in steps
     ]
     for i, step in enumerate(steps.tolist()):
-        more = counts(steps[: i + 1].tolist())[-1] if i >= 4 else 1.0
+        more = counts(steps[: i + 1].tolist())[-1]
         expected.append(math.inf if i == 11 else math.hypot(*step) * more)
     assert found == pytest.approx(expected, rel=1e-9)
     assert sum(one > 8 for one in found) > int((steps.norm(dim=1) > 8).sum()) + 1
@@ -456,6 +476,10 @@ def test_a_large_client_that_is_left_out_again_and_again_is_named_once_with_its_
         result = fedprior.run(task, "fedavg", rounds=6, clients_per_round=4)
     assert sum("examples" in str(one.message) for one in said) == 1
     assert all([fault["client"] for fault in record["faults"]] == [0] for record in result.records[1:])
+    far = [{"client": 0, "what": "it counts as 9 times as far"}]
+    overflown = left_out([0], [math.inf], 8.0)
+    assert left_out_often([{"faults": far}] * 3) == [0]
+    assert left_out_often([{"faults": overflown}] * 3) == []  # a larger bound does not help
     with warnings.catch_warnings():  # an attacker among equals is in the record, and no surprise
         warnings.simplefilter("error", FedpriorWarning)
         fedprior.run(

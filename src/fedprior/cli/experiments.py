@@ -107,10 +107,11 @@ def frontier_command(
     specs = frontier.plan(task, grid, settings, folder, options)
     others = frontier.beside(beside, task) if beside else []
     if table_only:
-        found = frontier.finished([*frontier.beside(folder, task), *others])
+        found = frontier.kept(specs, frontier.beside(folder, task), others)
         if not found:
             raise RunError(f"{folder} holds no finished run of {task}")
-        _show_front(found, folder, task)
+        if ranks.first():
+            _show_front(found, folder, task)
         return
     with stoppable(folder, "frontier"):
         name_diverged(sweeps.train_missing(specs, bar))

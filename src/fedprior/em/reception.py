@@ -40,6 +40,8 @@ CLEARLY = 0.3
 that have nothing in common. Late in a run few honest steps have much in common."""
 SEVERAL = 3
 """Of so many uploads, the lower median is not that of the farthest alone."""
+TINY = torch.finfo(torch.float32).tiny
+"""The length of a step that has no direction: one over it is too large for a number."""
 TELLING = 5
 """So many uploads can say that one of them points back. In fewer, an honest one does so by chance."""
 
@@ -93,7 +95,7 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
             typical, middle = _usual(distance, before, fine, algorithm.bound)
             ratio = torch.where(typical > 0, distance / typical, 0.0)
             if name == STEP and products is not None:
-                ratio = ratio * torch.where(_against(products, distance), AGAINST, 1.0)
+                ratio = ratio * torch.where(_against(products, distance, fine), AGAINST, 1.0)
             farthest = torch.maximum(farthest, ratio.nan_to_num(torch.inf, torch.inf))
             usual[name] = torch.cat([before[1:], middle])
         return usual, torch.where(fine, farthest, torch.inf)
@@ -101,10 +103,13 @@ def _apart(algorithm: Algorithm) -> Callable[[Tree, Tree, Tensor], tuple[Params,
     return apart
 
 
-def _against(products: Tensor, distance: Tensor) -> Tensor:
-    """Which steps point against those of the others, each of which counts alike, however long it is."""
-    along = (products / distance).nan_to_num(0.0, 0.0, 0.0).sum(1)  # with its own, which is its distance
-    return along < distance * (1 - CLEARLY * math.sqrt(len(distance) - 1))
+def _against(products: Tensor, distance: Tensor, fine: Tensor) -> Tensor:
+    """Which steps point against those of the others, each of which counts alike, however long it is. Who is not fine
+    says nothing."""
+    others = torch.where(fine, (products / distance).nan_to_num(0.0, 0.0, 0.0), 0.0)
+    along, count = others.sum(1), fine.sum()  # with its own, which is its distance
+    clear = along < distance * (1 - CLEARLY * (count - 1).clamp(min=0).sqrt())
+    return clear & (count >= TELLING)
 
 
 def distances(algorithm: Algorithm, uploads: Tree, server: Tree) -> tuple[Params, Tensor | None]:
@@ -194,12 +199,13 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier
     for name, distance in distances(algorithm, alone, server)[0].items() if algorithm.bound else ():
         known = earlier.distances.setdefault(name, [])
         known.append(distance[0])
-        far, several = float(distance), len(known) >= SEVERAL
+        far, count = float(distance), sum(math.isfinite(one) for one in known)
+        several = count >= SEVERAL
         typical, _ = _median(torch.stack(known), server[SECTION][name], algorithm.bound if several else 1.0)
         ratio = far / float(typical) if float(typical) > 0 else 0.0
         if name == STEP:
             along = _turn(earlier.heading, _steps(algorithm, name, alone, server), far)
-            clear = len(known) >= TELLING and along < -CLEARLY * far * math.sqrt(len(known) - 1)
+            clear = count >= TELLING and along < -CLEARLY * far * math.sqrt(count - 1)
             ratio *= AGAINST if clear else 1.0
         apart = max(apart, ratio if math.isfinite(ratio) else math.inf)
     return apart
@@ -208,7 +214,7 @@ def one_apart(algorithm: Algorithm, server: Tree, upload: Tree, earlier: Earlier
 def _turn(heading: list[Tensor], steps: Iterator[Tensor], distance: float) -> float:
     """⟨φ − w, heading⟩ of one upload, which is then added to the heading; 0 if its server has several models."""
     along = 0.0
-    for place, step in enumerate(steps if 0 < distance < math.inf else ()):
+    for place, step in enumerate(steps if TINY < distance < math.inf else ()):
         if step.shape[1] > 1:
             break
         row = step[0, 0]

@@ -159,12 +159,16 @@ def stands_still(records: Sequence[Record], cohort: int) -> bool:
 
 
 def left_out_often(records: Sequence[Record]) -> list[int]:
-    """The clients of the last record whose uploads have now been left out in so many rounds."""
-    latest = {fault.get("client") for fault in records[-1].get("faults", ())}
-    if not latest:
+    """The clients of the last record whose uploads have now been left out in so many rounds for being far away."""
+    if not (latest := _far(records[-1])):
         return []
-    counts = Counter(fault.get("client") for record in records for fault in record.get("faults", ()))
-    return sorted(client for client in latest if client is not None and counts[client] == STILL)
+    counts = Counter(client for record in records for client in _far(record))
+    return sorted(client for client in latest if counts[client] == STILL)
+
+
+def _far(record: Record) -> set[int]:
+    overflow = _too_far(math.inf)
+    return {fault["client"] for fault in record.get("faults", ()) if "client" in fault and fault["what"] != overflow}
 
 
 def _too_far(times: float) -> str:

@@ -250,7 +250,7 @@ def evaluate(
 
 def _check_source(posterior: nn.Module | None, own: Source) -> None:
     """Refuse an ensemble of another run. A network that `fedprior.posterior` did not make may be anything."""
-    source = posterior.source if isinstance(posterior, Ensemble) else None
+    source = getattr(posterior, "source", None) if isinstance(posterior, Ensemble) else None
     if source and source != own:
         other = f"of {source.title}" if source.title != own.title else "of another run with this title"
         raise SettingError(f"the posterior is {other}, and the run is {own.title}: draw it from the run itself")
