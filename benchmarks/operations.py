@@ -3,6 +3,7 @@
     python benchmarks/operations.py                                # FedAvg and FedSparse on every task
     python benchmarks/operations.py --tasks cifar100 --top 20      # which operations
     python benchmarks/operations.py --lines 20                     # which lines of fedprior
+    python benchmarks/operations.py --set bound=0                  # without the bound on uploads
 
 No GPU is needed. The round runs on a CPU with few examples (the same steps and layers, smaller batches), and we count
 what torch dispatches, except views. Where fedprior has its own GPU kernel (draws from keys, gates, linear layers, batch
@@ -29,12 +30,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedprior
+from fedprior.catalogue.algorithms import run_settings
 from fedprior.core import batch_norm as core_batch_norm
 from fedprior.core import keys
 from fedprior.core.federated import FederatedData, Shards
 from fedprior.core.operations import KNOWN
 from fedprior.core.optimisers import TreeOptimiser
-from fedprior.core.settings import Settings
+from fedprior.em.reception import TELLING
 from fedprior.engines.build import build
 from fedprior.engines.modes import engine
 from fedprior.engines.stacked import together
@@ -181,14 +183,20 @@ def kernels_once(counting: Counting) -> list[Any]:
     ]
 
 
-def simulation(task: Task, algorithm: str) -> Any:
+COHORT = TELLING + 1
+"""As many clients as it takes for everything to be done that is done for a large cohort."""
+
+
+def simulation(task: Task, algorithm: str, given: dict[str, str]) -> Any:
     """A round of few examples, with as many local steps as the task has."""
-    small = replace(task, clients=4, cohort=3, batch=2, examples=2 * -(-task.examples // task.batch), uneven=False)
+    small = replace(
+        task, clients=COHORT + 1, cohort=COHORT, batch=2, examples=2 * -(-task.examples // task.batch), uneven=False
+    )
     x, y, starts = small.data()
     rows = Shards(torch.arange(starts[-1]), torch.tensor(starts).numpy())
     data = FederatedData(x, y, x, y, rows, rows, small.classes)
     network = fedprior.Network(small.module(), x[0])
-    settings = Settings(clients_per_round=small.cohort, batch_size=small.batch, device="cpu", workers=1)
+    usual = {"clients_per_round": small.cohort, "batch_size": small.batch, "device": "cpu", "workers": 1}
     # As on a GPU, one launch handles all tensors.
     options = {"local_optimiser": f"SGD(lr={LR}, foreach=True)"}
     if algorithm == "fedsparse":
@@ -198,12 +206,12 @@ def simulation(task: Task, algorithm: str) -> Any:
             "server_threshold_optimiser": "Adamax(lr=0.01, foreach=True)",
         }
     built = fedprior.algorithm(algorithm, network, **options)
-    return build(built, network, data, settings)
+    return build(built, network, data, run_settings({**usual, **given}))
 
 
-def measure(task: Task, algorithm: str, kernels: bool, lines: bool) -> Counting:
+def measure(task: Task, algorithm: str, kernels: bool, lines: bool, given: dict[str, str]) -> Counting:
     """Measure the second round: the first creates constants and moments."""
-    driver = engine([simulation(task, algorithm)], "vectorised")
+    driver = engine([simulation(task, algorithm, given)], "vectorised")
     driver.step(evaluate=False)
     counting = Counting(lines)
     patches = [counted(counting, owner, name, phase) for (owner, name), phase in PHASES.items()]
@@ -227,14 +235,18 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="count what a CPU does")
     parser.add_argument("--top", type=int, default=0, help="how many of the most frequent operations to show")
     parser.add_argument("--lines", type=int, default=0, help="how many of the busiest lines of fedprior to show")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
     chosen = parser.parse_args()
+    given = dict(text.split("=", 1) for text in chosen.set)
     torch.set_num_threads(1)
     names = ["packets", "batches", "steps", "optimiser", "evaluation", "M-step", "other"]
     print(f"| task | algorithm | {' | '.join(names)} | all |\n| --- | --- |{' ---: |' * (len(names) + 1)}")
     found = {}
     for task in chosen.tasks.split(","):
         for algorithm in chosen.algorithms.split(","):
-            counting = found[task, algorithm] = measure(TASKS[task], algorithm, not chosen.plain, chosen.lines > 0)
+            counting = found[task, algorithm] = measure(
+                TASKS[task], algorithm, not chosen.plain, chosen.lines > 0, given
+            )
             cells = [str(counting.phases[name]) for name in names]
             print(f"| {task} | {algorithm} | {' | '.join(cells)} | {sum(counting.phases.values())} |", flush=True)
     for (task, algorithm), counting in found.items():

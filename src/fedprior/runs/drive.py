@@ -104,21 +104,21 @@ class Session:
             self.folder.append_time(self.simulation.round, self.simulation.seconds - self.clock)
         self.clock = self.simulation.seconds
         self.look_back()
-        if ranks.first() and (jump := seen_now(self.records)):
-            warnings.warn(line(jump, self.folder.path if self.folder else None), FedpriorWarning, stacklevel=2)
-        if ranks.first() and stands_still(self.records, self.settings.clients_per_round):
+        if ranks.first():
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say at once what a user would otherwise find in the records."""
+        if jump := seen_now(self.records):
+            warnings.warn(line(jump, self.folder.path if self.folder else None), FedpriorWarning, stacklevel=3)
+        if stands_still(self.records, self.settings.clients_per_round):
             warnings.warn(
                 f"in the last {STILL} rounds every upload was left out, so the server stands still: clients may be too "
                 f"unlike one another for bound={self.settings.bound:g}; give a larger one, or 0",
                 FedpriorWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-
-        if ranks.first():
-            self._warn_of_large_clients()
-
-    def _warn_of_large_clients(self) -> None:
-        """A client with many examples takes many steps: it goes far, and is not at fault."""
+        # A client with many examples takes many steps: it goes far, and is not at fault.
         sizes = self.simulation.data.train.sizes
         for client in left_out_often(self.records):
             own, usual = int(sizes[client]), statistics.median(sizes)
